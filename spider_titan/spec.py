@@ -1,0 +1,194 @@
+"""The contract between a model and everything around it.
+
+A model package builds one ``ModelSpec`` and registers it by name. The trainer and the plugins know models only through
+it: they read no module names, no model config and no model-specific metric of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spider_titan.vocabulary import PAD_ID
+
+
+@dataclass
+class Batch:
+    """One micro-batch of packed rows.
+
+    Args:
+        input_ids: int64 [B, L].
+        targets: int64 [B, L], the id that follows each input id; ``PAD_ID`` where there is none to predict.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.input_ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that count in the loss."""
+        return int((self.targets != PAD_ID).sum())
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a model's loss may know of the training step it is computed in.
+
+    Args:
+        num_targets: Valid targets of the whole optimizer step, over all ranks and micro-batches; every loss term is
+            normalised by it, so that summing micro-batches and ranks gives the mean.
+        boundary_mode: ``topk`` or ``threshold``: how the forward turns boundary probabilities into boundaries.
+        boundary_phase: ``fixed`` or ``adaptive``: which boundary loss and bias rule apply.
+        max_boundary_rate: Boundaries a row may hold, as a share of its length.
+        frozen_groups: Names of parameter groups that do not train at this step.
+    """
+
+    num_targets: int
+    boundary_mode: Literal["topk", "threshold"] = "threshold"
+    boundary_phase: Literal["fixed", "adaptive"] = "adaptive"
+    max_boundary_rate: float = 1.0
+    frozen_groups: frozenset[str] = frozenset()
+
+
+@dataclass
+class LossTerms:
+    """The loss of one micro-batch.
+
+    Args:
+        total: Scalar to call ``backward()`` on, already divided by ``StepContext.num_targets``.
+        sums: Detached fp32 (or wider) tensors that are plain sums over tokens, rows or segments. Added over
+            micro-batches and ranks they stay meaningful; ``ModelSpec.metrics`` turns the totals into ratios.
+    """
+
+    total: Tensor
+    sums: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit that plugins act on: recomputed, compiled and sharded as one.
+
+    Args:
+        fqn: Fully qualified name in the model.
+        kind: ``once`` if its forward runs once a step, ``looped`` if it loops inside.
+        compute_dtype: ``policy`` follows the precision policy; ``float32`` computes in fp32 whatever the policy says.
+        float8: Whether its inner linears may be converted to float8.
+    """
+
+    fqn: str
+    kind: Literal["once", "looped"] = "once"
+    compute_dtype: Literal["policy", "float32"] = "policy"
+    float8: bool = True
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share optimizer settings.
+
+    Args:
+        name: Shown in logs and metrics.
+        parameters: FQN -> parameter.
+        lr_factor: Multiplies the scheduled learning rate.
+        weight_decay: Whether ``optimizer.weight_decay`` applies.
+        starts_after_warmup: No update, no optimizer state and no share in the gradient norm until warm-up is over.
+        max_norm: Own clipping bound, applied after the global one.
+    """
+
+    name: str
+    parameters: dict[str, nn.Parameter]
+    lr_factor: float = 1.0
+    weight_decay: bool = True
+    starts_after_warmup: bool = False
+    max_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is made of, for the trainer and the plugins.
+
+    Args:
+        name: ``[model] name`` in TOML.
+        config_class: Dataclass of hyper-parameters; each field is a key of ``[model]``.
+        flavors: Named instances of ``config_class``.
+        construct: Config -> module. Called under the meta device; must not compute values.
+        init_weights: ``(model, seed)``; fills parameters and buffers of a materialised (possibly sharded) model in place.
+            The values depend on the seed and the names alone, not on device, world size or sharding.
+        blocks: Model -> the units plugins act on, in the order they run.
+        param_groups: Model -> groups in which every parameter stands exactly once.
+        loss: ``(model, batch, context)`` -> ``LossTerms``.
+        metrics: Totals of ``LossTerms.sums`` over a step (or a validation) -> named ratios. Has at least ``loss``,
+            ``lm_loss`` and ``bpb``.
+        flops_per_byte: ``(config, seq_len)`` -> forward FLOPs a byte of input, matrix products and attention.
+        parameter_counts: Model -> parameters by part, among them ``total`` and ``active per byte``.
+        after_step: ``(model, totals, context)``; rules that move buffers after the optimizer step. ``totals`` are summed
+            over ranks.
+    """
+
+    name: str
+    config_class: type
+    flavors: Mapping[str, Any]
+    construct: Callable[[Any], nn.Module]
+    init_weights: Callable[[nn.Module, int], None]
+    blocks: Callable[[nn.Module], Sequence[Block]]
+    param_groups: Callable[[nn.Module], list[ParamGroup]]
+    loss: Callable[[nn.Module, Batch, StepContext], LossTerms]
+    metrics: Callable[[Mapping[str, Tensor]], dict[str, float]]
+    flops_per_byte: Callable[[Any, int], float]
+    parameter_counts: Callable[[nn.Module], dict[str, int]]
+    after_step: Callable[[nn.Module, Mapping[str, Tensor], StepContext], None]
+
+    def build(self, config: Any, *, device: torch.device | str | None = None, seed: int = 0) -> nn.Module:
+        """Builds the model on the meta device, then materialises and initialises it on ``device``.
+
+        Args:
+            config: An instance of ``config_class``.
+            device: Default: torch's default device. ``"meta"`` leaves the model without storage, for sharding first.
+            seed: Seed of the initial weights.
+        """
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        with torch.device("meta"):
+            model = self.construct(config)
+        if target.type == "meta":
+            return model
+        model.to_empty(device=target)
+        self.init_weights(model, seed)
+        return model
+
+
+_REGISTRY: dict[str, ModelSpec] = {}
+_BUILT_IN = {
+    "spider": "spider_titan.models.spider",
+    "byte_transformer": "spider_titan.models.byte_transformer",
+}
+
+
+def register_model_spec(spec: ModelSpec) -> None:
+    """Makes ``spec`` available by its name.
+
+    Raises:
+        ValueError: If another spec has that name.
+    """
+    if _REGISTRY.setdefault(spec.name, spec) is not spec:
+        raise ValueError(f"a model spec named '{spec.name}' is registered already; give yours another name")
+
+
+def get_model_spec(name: str) -> ModelSpec:
+    """Returns the spec registered as ``name``, importing a built-in model on first use.
+
+    Raises:
+        ValueError: If there is none; names the known ones.
+    """
+    if name not in _REGISTRY and name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name])
+    if name not in _REGISTRY:
+        known = ", ".join(sorted({*_REGISTRY, *_BUILT_IN}))
+        raise ValueError(f"no model spec named '{name}'; known: {known}. A model of your own needs [job] import")
+    return _REGISTRY[name]

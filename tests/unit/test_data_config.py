@@ -1,0 +1,47 @@
+import pytest
+
+from spider_titan.curriculum import PhaseConfig
+from spider_titan.data.config import DataConfig, SourceConfig
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "part"),
+        ({"part": "code", "path": "x.txt"}, "path"),
+        ({"part": "code", "text_field": "body"}, "text_field"),
+        ({"kind": "files"}, "path is empty"),
+        ({"kind": "files", "path": []}, "path is empty"),
+        ({"kind": "files", "path": ["a", ""]}, "path is empty"),
+        ({"kind": "files", "path": "a", "part": "code"}, "part"),
+        ({"kind": "files", "path": "a", "text_field": ""}, "text_field"),
+        ({"kind": "files", "path": "a", "format": "txt", "text_field": "body"}, "text_field"),
+    ],
+)
+def test_source_errors_name_the_key(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SourceConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_document_bytes": -1}, "max_document_bytes"),
+        ({"held_out_fraction": 1.0}, "held_out_fraction"),
+        ({"held_out_fraction": -0.1}, "held_out_fraction"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"phases": []}, "phases"),
+        ({"phases": [PhaseConfig(weights={"french": 1})]}, r"phases\[0\].weights.*'french'.*english"),
+        ({"phases": [PhaseConfig(weights={"english": 0})]}, r"phases\[0\].weights"),
+        ({"phases": [PhaseConfig()]}, r"phases\[0\].weights"),
+    ],
+)
+def test_data_errors_name_the_key(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataConfig(**arguments)
+
+
+def test_only_weighted_sources_are_used() -> None:
+    sources = {name: SourceConfig(part="english") for name in ("a", "b", "c")}
+    phases = [PhaseConfig(until=0.5, weights={"b": 1, "c": 0}), PhaseConfig(weights={"a": 1, "b": 2})]
+    assert DataConfig(sources=sources, phases=phases).used_sources == ["a", "b"]
