@@ -1,0 +1,68 @@
+"""What a run says: plain lines with a time stamp, on the console and in ``logs/train.log``.
+
+Every module logs through ``logging.getLogger(__name__)``, a child of the logger ``spider_titan`` that is set up here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from spider_titan.run_directory import explain_disk_errors
+
+LOGGER_NAME = "spider_titan"
+
+
+class _LineFormatter(logging.Formatter):
+    """``time  [rank N]  [LEVEL]  message``; the level stands only on warnings and worse."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        self._rank_part = f"rank {rank}  " if rank else ""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level_part = f"{record.levelname}  " if record.levelno >= logging.WARNING else ""
+        return f"{record.asctime}  {self._rank_part}{level_part}{record.message}"
+
+
+class _LogFile(logging.FileHandler):
+    """A file handler that does not let a line get lost: a failed write ends the run instead of printing a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        # Whoever reports this error logs it, and must not fail at it again.
+        logging.getLogger(LOGGER_NAME).removeHandler(self)
+        with explain_disk_errors(self.baseFilename):
+            raise error
+
+
+def setup_console(*, rank: int = 0) -> None:
+    """Sends log lines to standard output: everything from rank 0, only warnings, marked with the rank, from others.
+
+    Calling it again starts over: log files that were added are closed.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.INFO)
+    console = logging.StreamHandler(sys.stdout)
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    console.setFormatter(_LineFormatter(rank))
+    logger.addHandler(console)
+
+
+def add_log_file(path: Path) -> None:
+    """Also appends every line from now on to ``path``; for rank 0.
+
+    Raises:
+        DiskError: If it cannot be opened; later from the logging call whose line cannot be written.
+    """
+    with explain_disk_errors(path):
+        log_file = _LogFile(path, encoding="utf-8")
+    log_file.setFormatter(_LineFormatter(rank=0))
+    logging.getLogger(LOGGER_NAME).addHandler(log_file)
