@@ -1,0 +1,1 @@
+"""Parts that several models are made of."""

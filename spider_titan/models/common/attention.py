@@ -1,0 +1,126 @@
+"""Causal attention in a sliding window that never crosses documents, at a cost linear in the length.
+
+On CUDA flex_attention skips the blocks that the mask empties. It has no backward on the CPU: there queries are cut
+into chunks, and each chunk attends to the few chunks of keys its window reaches, by scaled_dot_product_attention.
+
+Letters: B rows, L positions, H heads, K query/key dims, V value dims, C chunk, N chunks a row, P chunks looked back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+MIN_CHUNK = 64
+SHORT_ROW = 256
+"""Rows up to this length are one chunk: cutting them costs more than the masked work it saves."""
+
+
+class ChunkMask(NamedTuple):
+    """Which keys each chunk of queries sees: bool [B * N, 1, C, (P + 1) * C]."""
+
+    visible: Tensor
+
+
+AttentionMask = ChunkMask | BlockMask
+
+
+def attention_mask(documents: Tensor, window: int) -> AttentionMask:
+    """Builds the mask once for all layers of a stack.
+
+    Args:
+        documents: int64 [B, L]; positions with different numbers do not see each other.
+        window: A query sees itself and the ``window - 1`` positions before it.
+    """
+    if documents.device.type == "cuda":
+        return _flex_mask(documents, window)
+    return _chunk_mask(documents, window)
+
+
+def windowed_attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """Softmax attention under ``mask``.
+
+    Args:
+        q_BLHK: Queries.
+        k_BLHK: Keys.
+        v_BLHV: Values.
+        mask: From ``attention_mask`` over the same B and L.
+        scale: Multiplies the logits.
+
+    Returns:
+        [B, L, H, V].
+    """
+    if isinstance(mask, BlockMask):
+        q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHV))
+        return _flex()(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+    return _chunked_attention(q_BLHK, k_BLHK, v_BLHV, mask, scale)
+
+
+def chunk_layout(length: int, window: int) -> tuple[int, int, int]:
+    """(C, N, P): chunk size, chunks a row, chunks looked back. (P + 1) * C stays within a small multiple of the window."""
+    reach = min(window, length)
+    chunk = length if length <= SHORT_ROW else max(MIN_CHUNK, reach // 4)
+    num_chunks = -(-length // chunk)
+    lookback = min(-(-(reach - 1) // chunk), num_chunks - 1)
+    return chunk, num_chunks, lookback
+
+
+def _chunk_mask(documents: Tensor, window: int) -> ChunkMask:
+    batch, length = documents.shape
+    chunk, num_chunks, lookback = chunk_layout(length, window)
+    positions = torch.arange(length, device=documents.device).expand(batch, -1)
+    query = positions[0, :chunk, None]
+    key = torch.arange(-lookback * chunk, chunk, device=documents.device)
+    distance = query - key
+    in_window = (distance >= 0) & (distance < window)
+    # Positions that pad the row's ends see each other only, so that no softmax is over nothing.
+    outside = torch.iinfo(documents.dtype).min
+    padded = F.pad(documents, (lookback * chunk, num_chunks * chunk - length), value=outside)
+    key_documents = padded.unfold(1, (lookback + 1) * chunk, chunk)
+    query_documents = padded[:, lookback * chunk :].unflatten(1, (num_chunks, chunk))
+    visible = in_window & (query_documents[..., :, None] == key_documents[..., None, :])
+    return ChunkMask(visible.flatten(0, 1)[:, None])
+
+
+def _chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, scale: float) -> Tensor:
+    batch, length, num_heads, value_dim = v.shape
+    chunk, span = mask.visible.shape[-2:]
+    num_chunks = mask.visible.shape[0] // batch
+    lookback, tail = span // chunk - 1, num_chunks * chunk - length
+    # The CPU's flash kernel wants one head size; zeros in the value's last dims cost less than the unfused path.
+    v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
+
+    def in_chunks(x: Tensor, before: int) -> Tensor:  # [B, L, H, K] -> [B, before + N, C, H, K]
+        return F.pad(x, (0, 0, 0, 0, before * chunk, tail)).unflatten(1, (before + num_chunks, chunk))
+
+    def as_keys(x: Tensor) -> Tensor:  # [B, L, H, K] -> [B * N, H, (P + 1) * C, K]
+        chunks = in_chunks(x, lookback)
+        reach = [chunks[:, start : start + num_chunks] for start in range(lookback + 1)]
+        return torch.cat(reach, dim=2).flatten(0, 1).transpose(1, 2)
+
+    queries = in_chunks(q, 0).flatten(0, 1).transpose(1, 2)
+    out = F.scaled_dot_product_attention(queries, as_keys(k), as_keys(v), attn_mask=mask.visible, scale=scale)
+    out = out.transpose(1, 2).unflatten(0, (batch, num_chunks)).flatten(1, 2)
+    return out[:, :length, :, :value_dim]
+
+
+def _flex_mask(documents: Tensor, window: int) -> BlockMask:
+    batch, length = documents.shape
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = documents[b, query] == documents[b, key]
+        return (query >= key) & (query - key < window) & same_document
+
+    return create_block_mask(visible, batch, None, length, length, device=documents.device)
+
+
+@cache
+def _flex() -> Callable[..., Tensor]:
+    # Uncompiled, flex_attention materialises the full score matrix.
+    return torch.compile(flex_attention)

@@ -1,0 +1,188 @@
+"""Spider's losses. Each is computed per row and weighted by the row's share of the step's targets, so that it does not
+depend on how the global batch is cut into micro-batches and ranks.
+
+Letters: B rows, L bytes, S slots, E experts; R loops * layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spider_titan.models.common.losses import as_sums, language_model_metrics, language_model_sums
+from spider_titan.models.spider.boundary import Selection, rate_quantile
+from spider_titan.models.spider.config import SpiderConfig
+from spider_titan.models.spider.model import Spider, SpiderOutput
+from spider_titan.models.spider.moe import RouterStats
+from spider_titan.spec import Batch, LossTerms, StepContext
+from spider_titan.vocabulary import PAD_ID
+
+PREDICTOR_GROUP = "boundary_predictor"
+
+
+def spider_loss(model: Spider, batch: Batch, context: StepContext) -> LossTerms:
+    """Forward and all loss terms of one micro-batch: LM + router + boundary (+ z-loss, ponder)."""
+    config = model.config
+    frozen = PREDICTOR_GROUP in context.frozen_groups
+    out = model(
+        batch.input_ids,
+        context.boundary_mode,
+        max_boundary_rate=context.max_boundary_rate,
+        freeze_boundaries=frozen,
+    )
+    lm = language_model_sums(out.logits, batch.targets)
+    rows = row_terms(out, config, context, frozen=frozen)
+    weight_B = (batch.targets != PAD_ID).sum(-1).float()
+    terms = {name: (value * weight_B).sum() for name, value in rows.items()}
+    weights = term_weights(config)
+    objective = lm["lm_nats"] + sum(weights[name] * value for name, value in terms.items())
+    sums = as_sums({**lm, "objective": objective, **terms, **statistics(out, batch, config)})
+    return LossTerms(total=objective / context.num_targets, sums=sums)
+
+
+def term_weights(config: SpiderConfig) -> dict[str, float]:
+    """Weight of each row term in the total."""
+    return {
+        "router_aux": config.router_aux_weight,
+        "router_z": config.router_z_weight,
+        "boundary": config.boundary_weight,
+        "ponder": config.act_ponder_weight,
+    }
+
+
+def row_terms(out: SpiderOutput, config: SpiderConfig, context: StepContext, *, frozen: bool) -> dict[str, Tensor]:
+    """The auxiliary terms of each row, fp32 [B]."""
+    segments_B = out.filled.sum(-1)
+    terms = {
+        "router_aux": load_balance(out.router, segments_B, config.experts_per_token),
+        "router_z": out.router.z_B.mean(0) / segments_B.clamp_min(1),
+        "ponder": (out.ponder * out.filled).sum(-1) / segments_B.clamp_min(1),
+    }
+    if not frozen:
+        terms["boundary"] = boundary_loss(out.selection, config, context.boundary_phase)
+    return terms
+
+
+def load_balance(router: RouterStats, segments_B: Tensor, top_k: int) -> Tensor:
+    """``E * sum_e f_e P_e``, averaged over layers and loops; 1 where perfectly even (Fedus et al. 2021, eq. 4-6).
+
+    Args:
+        router: Statistics with leading dim R.
+        segments_B: Segments of each row.
+        top_k: Experts a segment.
+
+    Returns:
+        fp32 [B]; 0 for a row without segments.
+    """
+    num_experts = router.load_BE.shape[-1]
+    segments = segments_B.clamp_min(1)[:, None]
+    share = router.load_BE / (segments * top_k)
+    return num_experts * (share * router.probs_BE / segments).sum(-1).mean(0)
+
+
+def boundary_loss(selection: Selection, config: SpiderConfig, phase: str) -> Tensor:
+    """The predictor's own loss of each row, fp32 [B].
+
+    Fixed phases: mean BCE over free bytes plus the binomial term. Adaptive phases: the binomial term or the hinge.
+    """
+    prior = config.boundary_rate
+    bytes_B = selection.real.sum(-1)
+    count_B = straight_through_count(selection)
+    if phase == "adaptive" and config.boundary_adaptive_loss == "hinge":
+        return config.boundary_binomial_weight * hinge(count_B, bytes_B, prior, config.boundary_hinge_width)
+    prior_term = config.boundary_binomial_weight * binomial_nll(count_B, bytes_B, prior)
+    if phase == "adaptive":
+        return prior_term
+    if config.boundary_fixed_target == "selection":
+        target = selection.selected.float()
+    else:
+        target = torch.full_like(selection.probs, prior)
+    bce = F.binary_cross_entropy_with_logits(selection.logits, target, reduction="none")
+    free = selection.free
+    return (bce * free).sum(-1) / free.sum(-1).clamp_min(1) + prior_term
+
+
+def straight_through_count(selection: Selection) -> Tensor:
+    """Selected boundaries of each row, fp32 [B]: exact in value, with the gradient of the free probabilities."""
+    soft = (selection.probs * selection.free).sum(-1)
+    return selection.selected.sum(-1).float() + (soft - soft.detach())
+
+
+def binomial_nll(count_B: Tensor, bytes_B: Tensor, prior: float) -> Tensor:
+    """``-log Binomial(bytes, prior)(count) / bytes`` (Nawrot et al. 2023), fp32 [B]; 0 for a row without bytes.
+
+    Computed in float64: the terms are of the size of ``bytes * log(bytes)`` and cancel.
+    """
+    n, k = bytes_B.double(), count_B.double()
+    log_choose = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    log_prior = torch.tensor([prior, 1.0 - prior], dtype=torch.float64, device=n.device).log()
+    nll = -(log_choose + k * log_prior[0] + (n - k) * log_prior[1])
+    return (nll / n.clamp_min(1)).float()
+
+
+def hinge(count_B: Tensor, bytes_B: Tensor, prior: float, width: float) -> Tensor:
+    """Distance of the rate from [prior - width * std, prior], fp32 [B] (after FLEXITOKENS, arXiv 2507.12720).
+
+    std is that of a binomial rate over the row's bytes.
+    """
+    n = bytes_B.clamp_min(1).float()
+    rate = count_B / n
+    std = (prior * (1.0 - prior) / n).sqrt()
+    return F.relu(rate - prior) + F.relu(prior - width * std - rate)
+
+
+def statistics(out: SpiderOutput, batch: Batch, config: SpiderConfig) -> dict[str, Tensor]:
+    """Sums that metrics and the rules of ``after_step`` need."""
+    selection = out.selection
+    quantile, weight = rate_quantile(out.raw_boundary_logits, selection, config.boundary_rate)
+    layers = config.num_recurrent_layers
+    return {
+        "num_bytes": selection.real.sum(),
+        "num_selected": selection.selected.sum(),
+        "num_boundaries": selection.boundaries.sum(),
+        "num_segments": out.filled.sum(),
+        "loops": (out.ponder * out.filled).sum(),
+        "quantile": (quantile * weight).sum(),
+        "quantile_weight": weight.sum(),
+        "expert_load": out.router.load_BE.sum(1).unflatten(0, (-1, layers)).sum(0),
+    }
+
+
+def spider_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Ratios of summed ``LossTerms.sums``: losses in nats, rates, and bytes a segment."""
+
+    def ratio(numerator: str, denominator: str) -> float:
+        return float(totals[numerator]) / max(float(totals[denominator]), 1.0)
+
+    metrics = language_model_metrics(totals)
+    metrics["loss"] = ratio("objective", "num_targets")
+    for name, label in (
+        ("router_aux", "router_aux_loss"),
+        ("router_z", "router_z_loss"),
+        ("boundary", "boundary_loss"),
+    ):
+        if name in totals:
+            metrics[label] = ratio(name, "num_targets")
+    metrics["boundary_rate"] = ratio("num_boundaries", "num_bytes")
+    metrics["boundary_dropped_share"] = 1.0 - float(totals["num_boundaries"]) / max(float(totals["num_selected"]), 1.0)
+    metrics["bytes_per_segment"] = float(totals["num_bytes"]) / max(float(totals["num_segments"]), 1.0)
+    metrics["expected_loops"] = ratio("loops", "num_segments")
+    return metrics
+
+
+@torch.no_grad()
+def spider_after_step(model: Spider, totals: Mapping[str, Tensor], context: StepContext) -> None:
+    """Moves the boundary bias, and the routers' balance biases if they are on, by the step's global statistics."""
+    predictor = model.boundary_predictor
+    if context.boundary_phase == "adaptive":
+        predictor.counter_drift(totals["num_selected"] / totals["num_bytes"].clamp_min(1))
+    else:
+        # Without a usable row the bias stays; chosen without a branch, which would wait for the device.
+        weight = totals["quantile_weight"]
+        predictor.follow_quantile((totals["quantile"] / weight).where(weight > 0, -predictor.bias.double()))
+    if model.config.router_bias_rate > 0:
+        for layer, load_E in zip(model.core.layers, totals["expert_load"], strict=True):
+            layer.moe.router.balance(load_E, model.config.router_bias_rate)
