@@ -1,0 +1,110 @@
+"""What a run says before its first step: what it is, what the model is made of, what a step costs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from spider_titan.curriculum import Curriculum
+from spider_titan.data.sources import describe
+from spider_titan.distributed import World
+
+if TYPE_CHECKING:
+    from spider_titan.config import JobConfig
+
+logger = logging.getLogger(__name__)
+
+TRAINING_FACTOR = 3
+"""FLOPs of forward and backward over those of the forward."""
+
+PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 peak a device, by a part of its name (vendor data sheets); the first match counts."""
+
+
+def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps: int) -> None:
+    """Logs the machine, the data and the length of the run."""
+    logger.info(
+        "Spider-Titan: model %s, flavor %s, on %d x %s, torch %s, %d threads",
+        config.model.name,
+        config.model.flavor,
+        world.size,
+        _device_name(world.device),
+        torch.__version__,
+        torch.get_num_threads(),
+    )
+    logger.info("run directory %s", config.job.dump_folder)
+    for summary in describe(config.data):
+        logger.info("data: %s", summary)
+    logger.info(
+        "run: %s steps of %s rows x %s bytes = %s bytes a step, %s bytes in all, %d phase%s",
+        f"{total_steps:,}",
+        config.training.rows_per_step(world.size),
+        config.training.seq_len,
+        f"{curriculum.bytes_per_step:,}",
+        f"{total_steps * curriculum.bytes_per_step:,}",
+        len(curriculum.phases),
+        "" if len(curriculum.phases) == 1 else "s",
+    )
+    if config.lr_scheduler.warmup_steps >= total_steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps = %d: the run of %d steps ends within the warm-up, at a fraction of the learning "
+            "rate and before the groups that start after it",
+            config.lr_scheduler.warmup_steps,
+            total_steps,
+        )
+
+
+def log_model(config: JobConfig, model: nn.Module, bytes_per_step: int) -> None:
+    """Logs parameters by part and by group, and the cost of a byte."""
+    spec = config.model_spec
+    for part, count in spec.parameter_counts(model).items():
+        logger.info("parameters: %-18s %15s", part, f"{count:,}")
+    for group in spec.param_groups(model):
+        logger.info(
+            "group: %-18s %4d tensors %15s parameters  lr x%g%s%s%s",
+            group.name,
+            len(group.parameters),
+            f"{sum(parameter.numel() for parameter in group.parameters.values()):,}",
+            group.lr_factor,
+            "  decays" if group.weight_decay else "  no decay",
+            "  starts after warm-up" if group.starts_after_warmup else "",
+            f"  own clip {group.max_norm:g}" if group.max_norm is not None else "",
+        )
+    forward = spec.flops_per_byte(config.model_config, config.training.seq_len)
+    logger.info(
+        "cost: %s FLOPs a byte forward, x%d to train; %.2f TFLOPs a step",
+        f"{forward:,.0f}",
+        TRAINING_FACTOR,
+        forward * TRAINING_FACTOR * bytes_per_step / 1e12,
+    )
+
+
+def describe_phase(curriculum: Curriculum, index: int) -> str:
+    """``2/3, until 50%: adaptive boundaries (threshold, at most 0.45); english 80%, code 20%``."""
+    phase = curriculum.phases[index]
+    total = sum(phase.weights.values())
+    shares = ", ".join(f"{name} {weight / total:.0%}" for name, weight in phase.weights.items() if weight)
+    return (
+        f"{index + 1}/{len(curriculum.phases)}, until {phase.until:.0%}: {phase.boundary} boundaries "
+        f"({phase.boundary_mode}, at most {phase.boundary_capacity:g} a byte); {shares}"
+    )
+
+
+def mfu_per_byte_rate(config: JobConfig, world: World) -> float | None:
+    """What bytes a second are multiplied by to give the share of the peak FLOPs; None where the peak is not known."""
+    if world.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(world.device)
+    peak = next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), None)
+    if peak is None:
+        logger.info("mfu: the peak of '%s' is not known, so the share of it is not shown", name)
+        return None
+    forward = config.model_spec.flops_per_byte(config.model_config, config.training.seq_len)
+    return forward * TRAINING_FACTOR / (peak * world.size)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

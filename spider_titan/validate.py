@@ -1,0 +1,66 @@
+"""Held-out bits per byte: a fixed slice, token-weighted over ranks, in the causal boundary mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spider_titan.distributed import World
+from spider_titan.spec import Batch, ModelSpec, StepContext
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """The section ``[validation]``."""
+
+    enable: bool = True
+    """Whether held-out bits per byte are measured, every ``freq`` steps and at the end."""
+    freq: int = 500
+    """Steps from one validation to the next."""
+    bytes: int = 65536
+    """Size of the held-out slice, shared among the sources by the last phase's weights."""
+
+    def __post_init__(self) -> None:
+        if self.freq < 1:
+            raise ValueError(f"freq = {self.freq} must be at least 1; to switch validation off set enable = false")
+        if self.bytes < 1:
+            raise ValueError(f"bytes = {self.bytes} must be at least 1")
+
+
+class Validator:
+    """Measures a model on the held-out slice; leaves training state and RNG alone.
+
+    Args:
+        spec: The model's spec.
+        batches: This rank's part of the slice; every rank has equally many.
+        world: The ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, batches: Sequence[Batch], world: World) -> None:
+        self._spec, self._batches, self._world = spec, batches, world
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, *, max_boundary_rate: float) -> dict[str, float]:
+        """Returns ``validation_bpb`` and ``validation_loss`` (nats a target).
+
+        Args:
+            model: In training mode before and after.
+            max_boundary_rate: The slots a row has in the phase in force.
+        """
+        context = StepContext(num_targets=1, boundary_mode="threshold", max_boundary_rate=max_boundary_rate)
+        totals: dict[str, Tensor] = {}
+        model.eval()
+        for batch in self._batches:
+            add_sums(totals, self._spec.loss(model, batch.to(self._world.device), context).sums)
+        model.train()
+        metrics = self._spec.metrics(self._world.sum_over_ranks(totals))
+        return {"validation_bpb": metrics["bpb"], "validation_loss": metrics["lm_loss"]}
+
+
+def add_sums(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Adds ``sums`` to ``totals`` in place."""
+    for name, value in sums.items():
+        totals[name] = totals[name] + value if name in totals else value
