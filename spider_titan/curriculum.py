@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 DEFAULT_MAX_BOUNDARY_RATE = {"fixed": 0.34, "adaptive": 0.45}
@@ -87,7 +88,7 @@ def check_phases(phases: Sequence[PhaseConfig]) -> None:
     ends = [phase.until for phase in phases]
     if not ends:
         raise ValueError("data.phases is empty; give at least one [[data.phases]]")
-    if any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(ends)):
         raise ValueError(f"data.phases: 'until' must increase from phase to phase, got {ends}")
     if ends[-1] != 1.0:
         raise ValueError(f"data.phases: the last phase must have until = 1.0, got {ends[-1]}")

@@ -45,6 +45,12 @@ class World:
         parts = flat.split([value.numel() for value in sums.values()])
         return {name: part.view(value.shape) for (name, value), part in zip(sums.items(), parts, strict=True)}
 
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """Adds a tensor over the ranks that hold shards of the same parameters: all of them."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
     def __enter__(self) -> World:
         return self
 
@@ -67,7 +73,7 @@ def join_world() -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     else:
         dist.init_process_group(backend)
     return World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("dp_shard",)))

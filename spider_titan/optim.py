@@ -6,7 +6,7 @@ Which parameters form a group, and how it departs from the base settings, is the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,11 +82,18 @@ class GroupedAdamW:
         config: ``[optimizer]``.
         schedule: ``[lr_scheduler]``.
         total_steps: Optimizer steps of the whole run.
+        sum_over_shards: Adds a tensor over the ranks that hold shards of the same parameters.
     """
 
     def __init__(
-        self, groups: Sequence[ParamGroup], config: OptimizerConfig, schedule: LRSchedulerConfig, total_steps: int
+        self,
+        groups: Sequence[ParamGroup],
+        config: OptimizerConfig,
+        schedule: LRSchedulerConfig,
+        total_steps: int,
+        sum_over_shards: Callable[[Tensor], Tensor],
     ) -> None:
+        self._sum_over_shards = sum_over_shards
         self.groups = list(groups)
         self._config, self._schedule, self._total_steps = config, schedule, total_steps
         self.adamw = torch.optim.AdamW(
@@ -121,15 +128,18 @@ class GroupedAdamW:
         Returns:
             Norms before clipping, as tensors: ``grad_norm`` in all and ``grad_norm/NAME`` a group.
         """
-        norms = {group.name: _grad_norm(group) for group in self.groups}
-        total = torch.stack(list(norms.values())).square().sum().sqrt()
-        parameters = [parameter for group in self.groups for parameter in group.parameters.values()]
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for group in self.groups:
+        squares = torch.stack([_sum_of_squares(group) for group in self.groups])
+        squares = self._sum_over_shards(squares)
+        total, norms = squares.sum().sqrt(), squares.sqrt()
+        scale = _clip_factor(total, max_norm)
+        for group, norm in zip(self.groups, norms, strict=True):
+            factor = scale
             if group.max_norm is not None:
-                nn.utils.clip_grads_with_norm_(group.parameters.values(), group.max_norm, norms[group.name] * scale)
-        return {"grad_norm": total, **{f"grad_norm/{name}": norm for name, norm in norms.items()}}
+                factor = scale * _clip_factor(norm * scale, group.max_norm)
+            if grads := _local_grads(group):
+                torch._foreach_mul_(grads, factor)
+        by_group = zip(self.groups, norms, strict=True)
+        return {"grad_norm": total, **{f"grad_norm/{group.name}": norm for group, norm in by_group}}
 
     def step(self, step: int) -> None:
         """Updates the parameters with the learning rates of ``step``, counted from 0."""
@@ -156,9 +166,18 @@ def check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
             raise ValueError(f"parameter '{name}' is in no parameter group of its model spec")
 
 
-def _grad_norm(group: ParamGroup) -> Tensor:
-    grads = [parameter.grad for parameter in group.parameters.values() if parameter.grad is not None]
+def _local_grads(group: ParamGroup) -> list[Tensor]:
+    """This rank's shards of the gradients that exist."""
+    grads = (parameter.grad for parameter in group.parameters.values() if parameter.grad is not None)
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def _sum_of_squares(group: ParamGroup) -> Tensor:
+    grads = _local_grads(group)
     if not grads:
         return torch.zeros((), device=next(iter(group.parameters.values())).device)
-    norm = nn.utils.get_total_norm(grads)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.stack(torch._foreach_norm(grads)).square().sum()
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -30,6 +30,7 @@ class Batch:
     targets: Tensor
 
     def to(self, device: torch.device) -> Batch:
+        """A copy on ``device``."""
         return Batch(self.input_ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
 
     @property
@@ -114,13 +115,15 @@ class ParamGroup:
 class ModelSpec:
     """What a model is made of, for the trainer and the plugins.
 
+    The functions take the module that ``construct`` makes; each model types them with its own class.
+
     Args:
         name: ``[model] name`` in TOML.
         config_class: Dataclass of hyper-parameters; each field is a key of ``[model]``.
         flavors: Named instances of ``config_class``.
         construct: Config -> module. Called under the meta device; must not compute values.
-        init_weights: ``(model, seed)``; fills parameters and buffers of a materialised (possibly sharded) model in place.
-            The values depend on the seed and the names alone, not on device, world size or sharding.
+        init_weights: ``(model, seed)``; fills parameters and buffers of a materialised, possibly sharded model in
+            place. The values depend on the seed and the names alone, not on device, world size or sharding.
         blocks: Model -> the units plugins act on, in the order they run.
         param_groups: Model -> groups in which every parameter stands exactly once.
         loss: ``(model, batch, context)`` -> ``LossTerms``.
@@ -128,22 +131,22 @@ class ModelSpec:
             ``lm_loss`` and ``bpb``.
         flops_per_byte: ``(config, seq_len)`` -> forward FLOPs a byte of input, matrix products and attention.
         parameter_counts: Model -> parameters by part, among them ``total`` and ``active per byte``.
-        after_step: ``(model, totals, context)``; rules that move buffers after the optimizer step. ``totals`` are summed
-            over ranks.
+        after_step: ``(model, totals, context)``; rules that move buffers after the optimizer step. ``totals`` are
+            summed over ranks.
     """
 
     name: str
     config_class: type
     flavors: Mapping[str, Any]
     construct: Callable[[Any], nn.Module]
-    init_weights: Callable[[nn.Module, int], None]
-    blocks: Callable[[nn.Module], Sequence[Block]]
-    param_groups: Callable[[nn.Module], list[ParamGroup]]
-    loss: Callable[[nn.Module, Batch, StepContext], LossTerms]
+    init_weights: Callable[[Any, int], None]
+    blocks: Callable[[Any], Sequence[Block]]
+    param_groups: Callable[[Any], list[ParamGroup]]
+    loss: Callable[[Any, Batch, StepContext], LossTerms]
     metrics: Callable[[Mapping[str, Tensor]], dict[str, float]]
     flops_per_byte: Callable[[Any, int], float]
-    parameter_counts: Callable[[nn.Module], dict[str, int]]
-    after_step: Callable[[nn.Module, Mapping[str, Tensor], StepContext], None]
+    parameter_counts: Callable[[Any], dict[str, int]]
+    after_step: Callable[[Any, Mapping[str, Tensor], StepContext], None]
 
     def build(self, config: Any, *, device: torch.device | str | None = None, seed: int = 0) -> nn.Module:
         """Builds the model on the meta device, then materialises and initialises it on ``device``.

@@ -50,8 +50,8 @@ def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps
     )
     if config.lr_scheduler.warmup_steps >= total_steps:
         logger.warning(
-            "lr_scheduler.warmup_steps = %d: the run of %d steps ends within the warm-up, at a fraction of the learning "
-            "rate and before the groups that start after it",
+            "lr_scheduler.warmup_steps = %d: the run of %d steps ends within the warm-up, before the groups that start "
+            "after it",
             config.lr_scheduler.warmup_steps,
             total_steps,
         )

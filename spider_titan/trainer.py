@@ -105,7 +105,9 @@ class Trainer:
         self.model = self._build_model(config)
         groups = self.spec.param_groups(self.model)
         check_groups(self.model, groups)
-        self.optimizer = GroupedAdamW(groups, config.optimizer, config.lr_scheduler, self.total_steps)
+        self.optimizer = GroupedAdamW(
+            groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
+        )
         startup.log_model(config, self.model, self.bytes_per_step)
         self.log_freq = config.metrics.log_freq
         self.mfu_per_rate = startup.mfu_per_byte_rate(config, world)
@@ -243,9 +245,7 @@ class Trainer:
         directory.write_config(config_text)
         add_log_file(directory.log_file)
         tensorboard = directory.tensorboard_folder if config.metrics.enable_tensorboard else None
-        metrics = MetricsLogger(
-            directory.metrics_file, total_steps=self.total_steps, tensorboard_folder=tensorboard
-        )
+        metrics = MetricsLogger(directory.metrics_file, total_steps=self.total_steps, tensorboard_folder=tensorboard)
         return directory, metrics
 
     def _build_model(self, config: JobConfig) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -34,8 +35,10 @@ warnings.filterwarnings("ignore", message=r"'set_vital' is deprecated")
 class RowStream(Iterator[Ids]):
     """The endless rows [L + 1] of one rank, drawn from the mixture of the step that each row belongs to.
 
-    A document that is under way when the phase changes is finished first. The state is the number of rows, the
-    mixture's counts and positions, and what waits in the packer.
+    A step's rows come from as many packers, each with documents of its own: a document that is longer than a row goes
+    on in the same place of the next step, and a step sees as many documents as it has rows. Documents that are under
+    way when the phase changes are finished first. The state is the number of rows, the mixture's counts and positions,
+    and what waits in the packers.
 
     Args:
         mixture: Where documents come from.
@@ -46,18 +49,24 @@ class RowStream(Iterator[Ids]):
 
     def __init__(self, mixture: Mixture, curriculum: Curriculum, *, seq_len: int, rows_per_step: int) -> None:
         self.mixture = mixture
-        self.packer = RowPacker(seq_len)
+        self.packers = [RowPacker(seq_len) for _ in range(rows_per_step)]
+        self.under_way = [""] * rows_per_step
+        """The source of each packer's last document, which is the only one that still waits."""
         self.num_rows = 0
         self._curriculum = curriculum
-        self._rows_per_step = rows_per_step
 
     def __next__(self) -> Ids:
-        phase = self._curriculum.index_at(self.num_rows // self._rows_per_step)
-        self.mixture.enter_phase(phase, self.packer.num_waiting)
-        while not self.packer.is_ready:
-            self.packer.add(self.mixture.next_document())
+        step, place = divmod(self.num_rows, len(self.packers))
+        waiting: Counter[str] = Counter()
+        for source, packer in zip(self.under_way, self.packers, strict=True):
+            waiting[source] += packer.num_waiting
+        self.mixture.enter_phase(self._curriculum.index_at(step), waiting)
+        packer = self.packers[place]
+        while not packer.is_ready:
+            self.under_way[place], ids = self.mixture.next_document()
+            packer.add(ids)
         self.num_rows += 1
-        return self.packer.take()
+        return packer.take()
 
 
 class TrainBatches(IterableDataset[Batch]):

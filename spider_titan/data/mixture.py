@@ -45,24 +45,24 @@ class Mixture:
         self.phase = -1
         self.drawn: dict[str, int] = {}
         """Ids that the phase has had of each source it reads."""
-        self.last_source: str | None = None
 
-    def enter_phase(self, phase: int, num_waiting: int) -> None:
+    def enter_phase(self, phase: int, waiting: Mapping[str, int]) -> None:
         """Makes ``phase`` the one in force; counts start anew if it was another.
 
         Args:
             phase: Index of the phase.
-            num_waiting: Ids of the last document that are still to come. They fall in the new phase, and count there.
+            waiting: Source -> ids of its documents under way that are still to come. They fall in the new phase, and
+                count there.
         """
         if phase == self.phase:
             return
         self.phase = phase
         self.drawn = {name: 0 for name, weight in sorted(self._phases[phase].weights.items()) if weight > 0}
-        if self.last_source in self.drawn:
-            self.drawn[self.last_source] = num_waiting
+        for name in self.drawn:
+            self.drawn[name] = waiting.get(name, 0)
 
-    def next_document(self) -> Ids:
-        """Returns the ids of the next document."""
+    def next_document(self) -> tuple[str, Ids]:
+        """Returns the next document's source and ids."""
         weights = self._phases[self.phase].weights
         name = min(self.drawn, key=lambda source: self.drawn[source] / weights[source])
         source = self._sources[name]
@@ -71,5 +71,4 @@ class Mixture:
             document = cut_at_character_boundary(document, self._max_document_bytes)
         ids = encode(document)
         self.drawn[name] += ids.size
-        self.last_source = name
-        return ids
+        return name, ids

@@ -1,5 +1,6 @@
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,7 @@ from spider_titan.curriculum import Curriculum, PhaseConfig
 from spider_titan.data import sources
 from spider_titan.data.config import DataConfig, SourceConfig
 from spider_titan.data.loader import build_train_loader, build_validation_batches
+from spider_titan.data.order import DocumentOrder
 from spider_titan.data.sources import digest, load_sources
 from spider_titan.data.tokenizer import decode
 from spider_titan.spec import Batch
@@ -49,20 +51,25 @@ def train_batches(count: int, *, seed: int = 1, rank: int = 0, world_size: int =
     return list(itertools.islice(loader, count))
 
 
-def stream(batches: list[Batch]) -> list[int]:
-    """The ids of full batches in order."""
-    first = int(batches[0].input_ids[0, 0])
-    return [first, *(number for batch in batches for number in batch.targets.flatten().tolist())]
+def streams(batches: list[Batch]) -> list[list[int]]:
+    """The ids that each place of a step's rows has had, in order."""
+    inputs = torch.cat([batch.input_ids for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    return [
+        [int(inputs[place, 0]), *targets[place::ROWS_PER_STEP].flatten().tolist()] for place in range(ROWS_PER_STEP)
+    ]
 
 
-def whole_documents(ids: list[int]) -> list[bytes]:
-    """The documents that begin and end in ``ids``."""
-    documents, start = [], None
-    for position, number in enumerate(ids):
-        if number == BOS_ID:
-            start = position
-        elif number == EOS_ID and start is not None:
-            documents.append(decode(ids[start:position]))
+def whole_documents(places: list[list[int]]) -> list[bytes]:
+    """The documents that begin and end in the ids of a place."""
+    documents = []
+    for ids in places:
+        start = None
+        for position, number in enumerate(ids):
+            if number == BOS_ID:
+                start = position
+            elif number == EOS_ID and start is not None:
+                documents.append(decode(ids[start:position]))
     return documents
 
 
@@ -79,26 +86,28 @@ def test_batches_are_full_rows_of_int64_that_follow_each_other() -> None:
         assert batch.input_ids.shape == batch.targets.shape == (BATCH_SIZE, SEQ_LEN)
         assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
         assert batch.num_targets == BATCH_SIZE * SEQ_LEN
-    inputs = [number for batch in batches for number in batch.input_ids.flatten().tolist()]
-    assert inputs == stream(batches)[:-1]
+    inputs = torch.cat([batch.input_ids for batch in batches])
+    for place, ids in enumerate(streams(batches)):
+        assert inputs[place::ROWS_PER_STEP].flatten().tolist() == ids[:-1]
 
 
 def test_no_held_out_document_is_trained_on_and_no_training_document_is_missing() -> None:
     splits = load_sources(config())
     train = {split.train_document(i) for split in splits.values() for i in range(len(split.train))}
-    seen = whole_documents(stream(train_batches(400)))
+    seen = whole_documents(streams(train_batches(400)))
     assert set(seen) == train
     assert not any(digest(document) < 0.2 * 2**63 for document in seen)
 
 
-def test_ranks_read_disjoint_documents_and_together_all() -> None:
+def test_a_rank_reads_the_documents_of_its_order() -> None:
     phases = [PhaseConfig(weights={"code": 1})]
     split = load_sources(config(phases=phases))["code"]
-    num_documents = len(split.train)
-    alone = whole_documents(stream(train_batches(60, phases=phases)))[:num_documents]
-    assert sorted(alone) == sorted(split.train_document(i) for i in range(num_documents))
-    ranks = [whole_documents(stream(train_batches(60, phases=phases, rank=rank, world_size=3))) for rank in range(3)]
-    assert [ranks[g % 3][g // 3] for g in range(num_documents)] == alone
+    for rank in range(3):
+        seen = Counter(whole_documents(streams(train_batches(120, phases=phases, rank=rank, world_size=3))))
+        order = DocumentOrder(len(split.train), seed=1, source="code", rank=rank, world_size=3)
+        drawn = Counter(split.train_document(order.next()) for _ in range(seen.total() + ROWS_PER_STEP))
+        assert not seen - drawn
+        assert (drawn - seen).total() == ROWS_PER_STEP, "only the documents under way may be missing"
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_does_not() -> None:
@@ -158,7 +167,7 @@ def test_validation_takes_what_there_is() -> None:
     split = load_sources(config())["code"]
     everything = sorted(split.held_out_document(i) for i in range(len(split.held_out)))
     ids = [BOS_ID, *targets(validation(weights={"code": 1}, num_bytes=10**9))]
-    assert sorted(whole_documents(ids)) == everything
+    assert sorted(whole_documents([ids])) == everything
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

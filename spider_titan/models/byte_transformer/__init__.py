@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spider_titan.models.byte_transformer.model import ByteTransformer, ByteTransformerConfig
 from spider_titan.models.common.flops import dense_block_flops
@@ -17,9 +17,9 @@ from spider_titan.vocabulary import VOCAB_SIZE
 FLAVORS = {"debug": ByteTransformerConfig()}
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: ByteTransformer, seed: int) -> None:
     """Norms 1, output projections scaled by depth, everything else normal."""
-    config: ByteTransformerConfig = model.config
+    config = model.config
     output = normal(config.init_std / math.sqrt(2 * config.num_layers))
     rules = (
         ("*norm.weight", constant(1.0)),
@@ -30,12 +30,12 @@ def init_weights(model: nn.Module, seed: int) -> None:
     init_parameters(model, rules, seed)
 
 
-def blocks(model: nn.Module) -> list[Block]:
+def blocks(model: ByteTransformer) -> list[Block]:
     """Every layer is a unit."""
     return [Block(f"layers.{index}") for index in range(model.config.num_layers)]
 
 
-def param_groups(model: nn.Module) -> list[ParamGroup]:
+def param_groups(model: ByteTransformer) -> list[ParamGroup]:
     """Matrices decay, norms do not."""
     decay, no_decay = ParamGroup("backbone", {}), ParamGroup("backbone_no_decay", {}, weight_decay=False)
     for name, parameter in model.named_parameters():
@@ -43,7 +43,7 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
     return [decay, no_decay]
 
 
-def loss(model: nn.Module, batch: Batch, context: StepContext) -> LossTerms:
+def loss(model: ByteTransformer, batch: Batch, context: StepContext) -> LossTerms:
     """Cross entropy."""
     sums = language_model_sums(model(batch.input_ids), batch.targets)
     return LossTerms(total=sums["lm_nats"] / context.num_targets, sums=as_sums(sums))
@@ -57,13 +57,11 @@ def metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 def flops_per_byte(config: ByteTransformerConfig, seq_len: int) -> float:
     """Forward FLOPs a byte."""
-    block = dense_block_flops(
-        config.attention, config.intermediate_size, context=min(config.attention_window, seq_len)
-    )
+    block = dense_block_flops(config.attention, config.intermediate_size, context=min(config.attention_window, seq_len))
     return config.num_layers * block + 2 * config.hidden_size * VOCAB_SIZE
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
+def parameter_counts(model: ByteTransformer) -> dict[str, int]:
     """Parameters by part, in all, and those a byte's forward uses."""
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -74,7 +72,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return {**parts, "total": total, "active per byte": total - unused_rows}
 
 
-def after_step(model: nn.Module, totals: Mapping[str, Tensor], context: StepContext) -> None:
+def after_step(model: ByteTransformer, totals: Mapping[str, Tensor], context: StepContext) -> None:
     """The model has nothing that moves by rule."""
 
 

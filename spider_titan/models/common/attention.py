@@ -63,7 +63,7 @@ def windowed_attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, mask: Att
 
 
 def chunk_layout(length: int, window: int) -> tuple[int, int, int]:
-    """(C, N, P): chunk size, chunks a row, chunks looked back. (P + 1) * C stays within a small multiple of the window."""
+    """(C, N, P): chunk size, chunks a row, chunks looked back; (P + 1) * C is a small multiple of the window."""
     reach = min(window, length)
     chunk = length if length <= SHORT_ROW else max(MIN_CHUNK, reach // 4)
     num_chunks = -(-length // chunk)
@@ -89,7 +89,7 @@ def _chunk_mask(documents: Tensor, window: int) -> ChunkMask:
 
 
 def _chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, scale: float) -> Tensor:
-    batch, length, num_heads, value_dim = v.shape
+    batch, length, _, value_dim = v.shape
     chunk, span = mask.visible.shape[-2:]
     num_chunks = mask.visible.shape[0] // batch
     lookback, tail = span // chunk - 1, num_chunks * chunk - length

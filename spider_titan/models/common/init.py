@@ -56,10 +56,8 @@ def init_parameters(model: nn.Module, rules: Sequence[tuple[str, Initializer]], 
     """
     for wrapped_name, parameter in model.named_parameters():
         name = clean_fqn(wrapped_name)
-        for pattern, initializer in rules:
-            if fnmatchcase(name, pattern):
-                break
-        else:
+        initializer = next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
+        if initializer is None:
             raise ValueError(f"no initialisation rule matches parameter '{name}'")
         full = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         initializer(full, _generator(seed, name))

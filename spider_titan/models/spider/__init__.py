@@ -22,9 +22,9 @@ __all__ = ["SPEC", "Spider", "SpiderConfig"]
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: Spider, seed: int) -> None:
     """Fills parameters and buffers; see MODEL in docs for the rules."""
-    config: SpiderConfig = model.config
+    config = model.config
     base = normal(config.init_std)
     output = normal(config.init_std / math.sqrt(2 * config.applied_depth))
     rules = (
@@ -49,13 +49,13 @@ def init_weights(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, BoundaryPredictor | EngramTable):
             module.init_buffers()
-    for layer in model.core.layers:
-        layer.moe.router.balance_bias.zero_()
+    for router in model.core.routers():
+        router.balance_bias.zero_()
 
 
-def blocks(model: nn.Module) -> list[Block]:
+def blocks(model: Spider) -> list[Block]:
     """Prelude and coda blocks run once; the core is one unit that loops inside; two units keep out of float8."""
-    config: SpiderConfig = model.config
+    config = model.config
     return [
         *(Block(f"prelude.{index}") for index in range(config.num_prelude_layers)),
         Block("boundary_predictor", compute_dtype="float32", float8=False),
@@ -79,9 +79,9 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
     return "backbone"
 
 
-def param_groups(model: nn.Module) -> list[ParamGroup]:
+def param_groups(model: Spider) -> list[ParamGroup]:
     """Every parameter in exactly one group; see ``group_of``."""
-    config: SpiderConfig = model.config
+    config = model.config
     groups = [
         ParamGroup("backbone", {}),
         ParamGroup("backbone_no_decay", {}, weight_decay=False),
@@ -110,9 +110,9 @@ def part_of(name: str) -> str:
     return {"boundary_predictor": "boundary predictor", "core": "core, shared"}.get(first, first)
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
+def parameter_counts(model: Spider) -> dict[str, int]:
     """Parameters by part, in all, and those that one byte's forward uses: its embedding, experts and table rows."""
-    config: SpiderConfig = model.config
+    config = model.config
     parts: dict[str, int] = {}
     for wrapped_name, parameter in model.named_parameters():
         part = part_of(clean_fqn(wrapped_name))

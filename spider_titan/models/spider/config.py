@@ -85,7 +85,7 @@ class SpiderConfig:
     boundary_fixed_target: Literal["selection", "rate"] = "selection"
     """What boundary probabilities learn in fixed phases: the step's own selection, or the uniform target rate."""
     boundary_adaptive_loss: Literal["binomial", "hinge"] = "binomial"
-    """What holds the rate in adaptive phases: a binomial prior, or a hinge that is free within a band below the target."""
+    """What holds the rate in adaptive phases: a binomial prior, or a hinge, free within a band below the target."""
     boundary_hinge_width: float = 3.0
     """Width of the hinge's free band, in standard deviations of a binomial rate."""
     boundary_weight: float = 1.0
@@ -112,6 +112,9 @@ class SpiderConfig:
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token} must be between 1 and num_experts = {self.num_experts}"
             )
+        for name in ("hidden_size", "intermediate_size", "expert_rank"):
+            if getattr(self, name) % 8:
+                raise ValueError(f"{name} = {getattr(self, name)} must be a multiple of 8, for grouped matrix products")
         outside = [layer for layer in self.engram_layers if not 0 <= layer < self.num_recurrent_layers]
         if outside:
             raise ValueError(

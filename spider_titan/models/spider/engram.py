@@ -1,7 +1,7 @@
-"""Engram: memory looked up by hashed byte n-grams (after Cheng et al. 2026, "Conditional Memory via Scalable Lookup").
+"""Engram: memory looked up by hashed byte n-grams (after Cheng et al. 2026, "Conditional Memory").
 
-For each segment, the n bytes that end at its closing byte are hashed into tables of vectors. The look-up and the key and
-value projections depend on the bytes alone, so they are computed once a forward (``Engram``); the gate and the
+For each segment, the n bytes that end at its closing byte are hashed into tables of vectors. The look-up and the key
+and value projections depend on the bytes alone, so they are computed once a forward (``Engram``); the gate and the
 convolution depend on the hidden state and are applied in every loop (``EngramGate``).
 
 A hash is the xor of id times multiplier, in int64, modulo a prime. The multipliers depend on (layer, position in the
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider_titan.models.spider.config import SpiderConfig
-from spider_titan.models.spider.segments import gather_rows
 from spider_titan.vocabulary import PAD_ID
 
 BLANK_ID = PAD_ID
@@ -93,18 +92,19 @@ class Engram(nn.Module):
         self.longest = max(config.engram_orders)
         self.layers = nn.ModuleDict({str(layer): EngramTable(config, layer) for layer in config.engram_layers})
 
-    def forward(self, ids: Tensor, documents: Tensor, closing: Tensor) -> dict[str, Memory]:
+    def forward(self, ids: Tensor, documents: Tensor, closing: Tensor, filled: Tensor) -> dict[str, Memory]:
         """Looks up the n-grams that end at each slot's closing byte.
 
         Args:
             ids: int64 [B, L].
             documents: int64 [B, L]; bytes of another document than the closing byte's are blanked.
             closing: int64 [B, S].
+            filled: bool [B, S]; the null slot and unused slots have no closing byte and look up a blank n-gram.
 
         Returns:
             Memory by recurrent layer.
         """
-        ngrams = closing_ngrams(ids, documents, closing, self.longest)
+        ngrams = closing_ngrams(ids, documents, closing, filled, self.longest)
         return {name: layer(ngrams) for name, layer in self.layers.items()}
 
 
@@ -134,22 +134,27 @@ class EngramGate(nn.Module):
         num_slots = v_BSD.shape[1]
         padded = F.pad(v_BSD, (0, 0, KERNEL_SIZE - 1, 0))
         taps = (padded[:, j : j + num_slots] * conv_mask[..., j, None] for j in range(KERNEL_SIZE))
-        return sum(tap * self.conv.weight[:, 0, j] for j, tap in enumerate(taps))
+        return torch.stack([tap * self.conv.weight[:, 0, j] for j, tap in enumerate(taps)]).sum(0)
 
 
 def conv_mask(slot_document: Tensor) -> Tensor:
     """Which of the KERNEL_SIZE newest slots belong to the slot's document, oldest first: [B, S] -> bool [B, S, K]."""
     outside = torch.iinfo(slot_document.dtype).min
-    return F.pad(slot_document, (KERNEL_SIZE - 1, 0), value=outside).unfold(1, KERNEL_SIZE, 1) == slot_document[..., None]
+    return (
+        F.pad(slot_document, (KERNEL_SIZE - 1, 0), value=outside).unfold(1, KERNEL_SIZE, 1) == slot_document[..., None]
+    )
 
 
-def closing_ngrams(ids: Tensor, documents: Tensor, closing: Tensor, longest: int) -> Tensor:
+def closing_ngrams(ids: Tensor, documents: Tensor, closing: Tensor, filled: Tensor, longest: int) -> Tensor:
     """The ``longest`` bytes that end at each closing byte, newest first, blanked before the document's start.
+
+    All blank in slots that hold no segment: the null slot is read from every document and must not know the row.
 
     Args:
         ids: int64 [B, L].
         documents: int64 [B, L].
         closing: int64 [B, S].
+        filled: bool [B, S].
         longest: N.
 
     Returns:
@@ -158,7 +163,8 @@ def closing_ngrams(ids: Tensor, documents: Tensor, closing: Tensor, longest: int
     batch, num_slots = closing.shape
     positions = closing[..., None] - torch.arange(longest, device=ids.device)
     at = positions.clamp_min(0).flatten(1)
-    inside = (positions >= 0) & (documents.gather(1, at).view_as(positions) == documents.gather(1, closing)[..., None])
+    same_document = documents.gather(1, at).view_as(positions) == documents.gather(1, closing)[..., None]
+    inside = filled[..., None] & (positions >= 0) & same_document
     return ids.gather(1, at).view(batch, num_slots, longest).where(inside, BLANK_ID)
 
 

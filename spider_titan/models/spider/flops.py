@@ -23,7 +23,9 @@ def flops_per_byte(config: SpiderConfig, seq_len: int, slots_per_byte: float | N
     )
     predictor = 2 * (dim * dim + dim)
     heads = 2 * (dim * VOCAB_SIZE + dim * dim)
-    return dense + predictor + heads + rate * flops_per_slot(config, context=min(config.attention_window, rate * seq_len))
+    return (
+        dense + predictor + heads + rate * flops_per_slot(config, context=min(config.attention_window, rate * seq_len))
+    )
 
 
 def flops_per_slot(config: SpiderConfig, context: float) -> float:

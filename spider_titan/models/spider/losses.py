@@ -1,5 +1,7 @@
-"""Spider's losses. Each is computed per row and weighted by the row's share of the step's targets, so that it does not
-depend on how the global batch is cut into micro-batches and ranks.
+"""Spider's losses.
+
+Each is computed per row and weighted by the row's share of the step's targets, so that it does not depend on how the
+global batch is cut into micro-batches and ranks.
 
 Letters: B rows, L bytes, S slots, E experts; R loops * layers.
 """
@@ -184,5 +186,5 @@ def spider_after_step(model: Spider, totals: Mapping[str, Tensor], context: Step
         weight = totals["quantile_weight"]
         predictor.follow_quantile((totals["quantile"] / weight).where(weight > 0, -predictor.bias.double()))
     if model.config.router_bias_rate > 0:
-        for layer, load_E in zip(model.core.layers, totals["expert_load"], strict=True):
-            layer.moe.router.balance(load_E, model.config.router_bias_rate)
+        for router, load_E in zip(model.core.routers(), totals["expert_load"], strict=True):
+            router.balance(load_E, model.config.router_bias_rate)

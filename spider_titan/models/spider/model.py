@@ -113,7 +113,9 @@ class Spider(nn.Module):
             x_BLD = block(x_BLD, rotary, mask)
 
         num_slots = 1 + math.ceil(round(length * max_boundary_rate, 6))
-        raw_logits = self.boundary_predictor(x_BLD)
+        # An alias of its own makes the predictor's gradients add up before they join x's others, as they do when the
+        # predictor is a sharded unit: so both give the same bits.
+        raw_logits = self.boundary_predictor(x_BLD.view_as(x_BLD))
         if freeze_boundaries:
             raw_logits = raw_logits.detach()
         selection = select_boundaries(
@@ -156,7 +158,7 @@ class Spider(nn.Module):
             rotary_table(z_BSD.shape[1], self.frequencies, ids.device),
             attention_mask(slot_document, self.config.attention_window),
             layout.filled,
-            self.engram(ids, documents, layout.closing),
+            self.engram(ids, documents, layout.closing, layout.filled),
             conv_mask(slot_document),
             num_loops,
         )

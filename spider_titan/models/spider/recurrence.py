@@ -20,7 +20,7 @@ from spider_titan.models.common.blocks import MultiHeadLatentAttention
 from spider_titan.models.common.rotary import Rotary
 from spider_titan.models.spider.config import SpiderConfig
 from spider_titan.models.spider.engram import EngramGate, Memory
-from spider_titan.models.spider.moe import RouterStats, SharedProjectionMoE
+from spider_titan.models.spider.moe import Router, RouterStats, SharedProjectionMoE
 
 # exp(-exp(x)) in fp32 is neither 0 nor 1 within these bounds.
 MIN_LOG_RATE, MAX_LOG_RATE = -16.0, 4.0
@@ -80,7 +80,7 @@ class LTIInjection(nn.Module):
 
 
 class LoopAdapter(nn.Module):
-    """Low-rank adapter with shared projections and a scale vector per loop (after Bae et al. 2024, arXiv 2410.20672)."""
+    """Low-rank adapter with shared projections and a scale vector a loop (after Bae et al. 2024, arXiv 2410.20672)."""
 
     def __init__(self, config: SpiderConfig) -> None:
         super().__init__()
@@ -148,6 +148,10 @@ class RecurrentCore(nn.Module):
         loops = torch.arange(1, num_loops + 1, device=z_BSD.device)[:, None, None]
         router = RouterStats(*(torch.stack(parts) for parts in zip(*stats, strict=True)))
         return CoreOutput(r_BSD.to(z_BSD.dtype), (weights * loops).sum(0), router)
+
+    def routers(self) -> list[Router]:
+        """The routers of the layers, in order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def halting_probability(self, h_BSD: Tensor) -> Tensor:
         """fp32 [B, S]."""

@@ -1,8 +1,8 @@
 """Bytes -> segments -> bytes: the layout of a row's segments, pooling into slots and reading back, in O(L * D).
 
 Segment g is the bytes after boundary g - 1 up to and including boundary g, and fills slot g + 1. Slot 0 is the null
-slot. Byte l reads slot ``cumsum(boundaries)[l]``, the newest segment that is complete at l; the unfinished tail is never
-read by anyone.
+slot. Byte l reads slot ``cumsum(boundaries)[l]``, the newest segment that is complete at l; the unfinished tail is
+never read by anyone.
 
 Letters: B rows, L bytes, S slots, D hidden.
 """
@@ -81,7 +81,7 @@ def straight_through_weights(boundaries: Tensor, probs: Tensor) -> Tensor:
     """
     straight_through = boundaries.float() - probs.detach() + probs
     before = straight_through.cumsum(-1) - straight_through
-    return 1.0 + before - before.detach()
+    return 1.0 + (before - before.detach())
 
 
 def pool(x_BLD: Tensor, layout: Layout, weights_BL: Tensor | None = None) -> Tensor:
@@ -135,4 +135,5 @@ def confidence_scale(boundaries: Tensor, probs: Tensor, free: Tensor) -> Tensor:
         fp32 [B, L].
     """
     confidence = probs.where(boundaries, 1.0 - probs) * free
-    return 1.0 + confidence - confidence.detach()
+    # The parentheses make the value exactly 1: (1 + c) - c is not.
+    return 1.0 + (confidence - confidence.detach())

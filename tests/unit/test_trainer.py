@@ -1,0 +1,238 @@
+"""The trainer against plain code, against itself with other micro-batches, and with what must not change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from spider_titan.config import load_config, to_toml
+from spider_titan.distributed import World, join_world
+from spider_titan.optim import GroupedAdamW, LRSchedulerConfig, OptimizerConfig
+from spider_titan.spec import Batch, StepContext, get_model_spec
+from spider_titan.trainer import Trainer
+
+TINY_SPIDER = """
+[model]
+name = "spider"
+hidden_size = 32
+num_heads = 2
+num_prelude_layers = 1
+num_coda_layers = 1
+num_recurrent_layers = 2
+engram_layers = [1]
+num_experts = 4
+intermediate_size = 32
+expert_rank = 8
+q_lora_rank = 16
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+engram_slots = 64
+engram_head_dim = 4
+"""
+TINY_BYTE_TRANSFORMER = """
+[model]
+name = "byte_transformer"
+hidden_size = 32
+num_heads = 2
+num_layers = 2
+intermediate_size = 32
+q_lora_rank = 16
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+"""
+RUN = """
+[training]
+steps = 8
+seq_len = 64
+local_batch_size = 4
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[validation]
+freq = 4
+bytes = 500
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[[data.phases]]
+until = 0.5
+weights = { english = 1.0 }
+boundary = "fixed"
+[[data.phases]]
+until = 1.0
+weights = { english = 1.0 }
+"""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with join_world() as world:
+        yield world
+
+
+def make_trainer(world: World, folder: Path, *options: str, model: str = TINY_SPIDER) -> Trainer:
+    file = folder / "run.toml"
+    file.write_text(model + RUN)
+    config = load_config(["--job.config_file", str(file), "--job.dump_folder", str(folder / "run"), *options])
+    return Trainer(config, to_toml(config), world)
+
+
+def train(world: World, folder: Path, *options: str, model: str = TINY_SPIDER) -> tuple[list[dict], dict]:
+    """Trains; returns the training lines of metrics.jsonl and the weights."""
+    folder.mkdir(exist_ok=True)
+    trainer = make_trainer(world, folder, *options, model=model)
+    trainer.train()
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], full_state(trainer.model)
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("model", [TINY_SPIDER, TINY_BYTE_TRANSFORMER], ids=["spider", "byte_transformer"])
+def test_a_rank_alone_is_bit_equal_to_plain_code(world: World, tmp_path: Path, model: str) -> None:
+    """fully_shard on a mesh of one against a plain loop over a plain module."""
+    trainer = make_trainer(world, tmp_path, model=model)
+    spec, total = trainer.spec, trainer.total_steps
+    plain = spec.build(load_config(["--job.config_file", str(tmp_path / "run.toml")]).model_config, seed=0)
+    assert_same(full_state(trainer.model), full_state(plain))
+
+    batches: list[Batch] = []
+    original = trainer.batches
+    trainer.batches = iter(lambda: batches.append(next(original)) or batches[-1], None)
+    trainer.train()
+
+    optimizer = GroupedAdamW(
+        spec.param_groups(plain),
+        OptimizerConfig(lr=3e-3),
+        LRSchedulerConfig(warmup_steps=2),
+        total,
+        sum_over_shards=lambda squares: squares,
+    )
+    for step, batch in enumerate(batches):
+        phase = trainer.curriculum.at(step)
+        context = StepContext(
+            num_targets=batch.num_targets,
+            boundary_mode="topk" if step < total // 2 else "threshold",
+            boundary_phase="fixed" if step < total // 2 else "adaptive",
+            max_boundary_rate=phase.boundary_capacity,
+            frozen_groups=frozenset({"boundary_predictor"}) if step < 2 else frozenset(),
+        )
+        terms = spec.loss(plain, batch, context)
+        terms.total.backward()
+        optimizer.clip(1.0)
+        optimizer.step(step)
+        optimizer.zero_grad()
+        spec.after_step(plain, terms.sums, context)
+    assert len(batches) == total
+    assert_same(full_state(trainer.model), full_state(plain))
+
+
+def test_micro_batches_equal_one_batch(world: World, tmp_path: Path) -> None:
+    whole, weights = train(world, tmp_path / "whole")
+    cut, cut_weights = train(
+        world, tmp_path / "cut", "--training.local_batch_size", "1", "--training.global_batch_size", "4"
+    )
+    for one, other in zip(whole, cut, strict=True):
+        for name in ("loss", "lm_loss", "bpb", "boundary_loss", "router_aux_loss"):
+            assert (one.get(name) is None) == (other.get(name) is None)
+            if one.get(name) is not None:
+                assert other[name] == pytest.approx(one[name], rel=2e-5), (one["step"], name)
+        assert one["bytes_seen"] == other["bytes_seen"] == one["step"] * 4 * 64
+    for name, value in weights.items():
+        torch.testing.assert_close(cut_weights[name], value, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_same_seed_same_run_other_seed_other_run(world: World, tmp_path: Path) -> None:
+    _, first = train(world, tmp_path / "a")
+    _, second = train(world, tmp_path / "b", "--training.deterministic")
+    torch.use_deterministic_algorithms(False)
+    _, third = train(world, tmp_path / "c", "--training.seed", "1")
+    assert_same(first, second)
+    assert not torch.equal(first["lm_head.weight"], third["lm_head.weight"])
+
+
+def test_validation_does_not_touch_training(world: World, tmp_path: Path) -> None:
+    _, with_validation = train(world, tmp_path / "a")
+    _, without = train(world, tmp_path / "b", "--validation.no-enable")
+    assert_same(with_validation, without)
+
+
+def test_bf16_keeps_fp32_where_it_must(world: World, tmp_path: Path) -> None:
+    trainer = make_trainer(world, tmp_path, "--precision.mode", "bf16")
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def record(name: str) -> Callable[[nn.Module, tuple, Any], None]:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            seen.setdefault(name, set()).update(x.dtype for x in tensors if isinstance(x, torch.Tensor))
+
+        return hook
+
+    modules = dict(trainer.model.named_modules())
+    for name in ("prelude.0", "boundary_predictor", "boundary_predictor.hidden", "core.layers.0.moe.router", "lm_head"):
+        modules[name].register_forward_hook(record(name))
+    rotary_dtypes = set()
+    modules["prelude.0.attention"].register_forward_pre_hook(
+        lambda module, args: rotary_dtypes.update(table.dtype for table in args[1])
+    )
+    trainer.train()
+    assert seen["prelude.0"] == seen["lm_head"] == {torch.bfloat16}
+    assert seen["boundary_predictor"] == seen["boundary_predictor.hidden"] == rotary_dtypes == {torch.float32}
+    assert torch.bfloat16 not in seen["core.layers.0.moe.router"]
+    assert {value.dtype for value in full_state(trainer.model).values()} == {torch.float32, torch.int64}
+
+
+def test_bf16_trains_like_fp32(world: World, tmp_path: Path) -> None:
+    fp32, _ = train(world, tmp_path / "fp32")
+    bf16, _ = train(world, tmp_path / "bf16", "--precision.mode", "bf16")
+    for one, other in zip(fp32, bf16, strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=2e-2)
+    assert bf16[0]["lm_loss"] != fp32[0]["lm_loss"]
+
+
+def test_the_predictor_is_frozen_through_warmup(world: World, tmp_path: Path) -> None:
+    initial = full_state(get_model_spec("spider").build(make_config(tmp_path), seed=0))
+    _, frozen = train(world, tmp_path / "a", "--lr_scheduler.warmup_steps", "8")
+    _, free = train(world, tmp_path / "b", "--lr_scheduler.warmup_steps", "7")
+    name = "boundary_predictor.hidden.weight"
+    assert torch.equal(frozen[name], initial[name])
+    assert not torch.equal(free[name], initial[name])
+    assert frozen["boundary_predictor.bias"] != 0.0, "the bias follows the rate during warm-up too"
+
+
+def make_config(folder: Path) -> Any:
+    file = folder / "run.toml"
+    file.write_text(TINY_SPIDER + RUN)
+    return load_config(["--job.config_file", str(file)]).model_config
+
+
+def test_loss_falls_and_lines_are_complete(world: World, tmp_path: Path) -> None:
+    lines, _ = train(world, tmp_path / "a", "--training.steps", "60", "--metrics.log_freq", "5")
+    assert [line["step"] for line in lines] == [1, *range(5, 61, 5)]
+    assert lines[-1]["bpb"] < 0.75 * lines[0]["bpb"]
+    required = {"step", "loss", "lm_loss", "bpb", "grad_norm", "lr", "bytes_seen", "bytes_per_second"}
+    assert all(required | {"boundary_rate", "phase"} <= line.keys() for line in lines)
+    assert lines[0]["phase"] == "1/2 fixed" and lines[-1]["phase"] == "2/2 adaptive"
+    assert lines[0]["bytes_per_second"] is None and lines[-1]["bytes_per_second"] > 0
+    assert lines[0]["lr"] == pytest.approx(1.5e-3) and lines[-1]["lr"] == pytest.approx(3e-4)
