@@ -45,6 +45,11 @@ class World:
         parts = flat.split([value.numel() for value in sums.values()])
         return {name: part.view(value.shape) for (name, value), part in zip(sums.items(), parts, strict=True)}
 
+    def wait_for_device(self) -> None:
+        """Returns when all work queued on the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def sum_over_shards(self, value: Tensor) -> Tensor:
         """Adds a tensor over the ranks that hold shards of the same parameters: all of them."""
         if self.size > 1:

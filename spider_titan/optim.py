@@ -31,8 +31,8 @@ class OptimizerConfig:
     """Added to the root of the squared average."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the groups that decay."""
-    implementation: Literal["foreach", "fused", "for-loop"] = "foreach"
-    """Kernels of the update: foreach batches parameters, fused is one kernel, for-loop the reference."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Kernels of the update: fused is one kernel, foreach batches parameters, for-loop is the reference."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:

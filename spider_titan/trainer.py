@@ -128,6 +128,8 @@ class Trainer:
             totals = self.world.sum_over_ranks(totals)
             self.spec.after_step(self.model, totals, context)
             self.bytes_seen += context.num_targets
+            if step == 0:
+                self.world.wait_for_device()
             rate.count(context.num_targets)
             done = step + 1
             if done % self.log_freq == 0 or done in (1, self.total_steps):

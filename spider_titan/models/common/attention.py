@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 MIN_CHUNK = 64
 SHORT_ROW = 256
 """Rows up to this length are one chunk: cutting them costs more than the masked work it saves."""
+
+
+FLEX_BLOCK = 128
+"""flex_attention's own block size: it skips blocks that no query of a block sees."""
 
 
 class ChunkMask(NamedTuple):
@@ -100,9 +104,7 @@ def _chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, scale: 
         return F.pad(x, (0, 0, 0, 0, before * chunk, tail)).unflatten(1, (before + num_chunks, chunk))
 
     def as_keys(x: Tensor) -> Tensor:  # [B, L, H, K] -> [B * N, H, (P + 1) * C, K]
-        chunks = in_chunks(x, lookback)
-        reach = [chunks[:, start : start + num_chunks] for start in range(lookback + 1)]
-        return torch.cat(reach, dim=2).flatten(0, 1).transpose(1, 2)
+        return _Overlapping.apply(in_chunks(x, lookback), lookback).flatten(0, 1).transpose(1, 2)
 
     queries = in_chunks(q, 0).flatten(0, 1).transpose(1, 2)
     out = F.scaled_dot_product_attention(queries, as_keys(k), as_keys(v), attn_mask=mask.visible, scale=scale)
@@ -110,14 +112,54 @@ def _chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, scale: 
     return out[:, :length, :, :value_dim]
 
 
+class _Overlapping(torch.autograd.Function):
+    """Each chunk joined to the P before it: [B, P + N, C, H, K] -> [B, N, (P + 1) * C, H, K].
+
+    The gradient is added up in one buffer; the library's slices would fill one with zeros for each of the P + 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Tensor, lookback: int) -> Tensor:
+        ctx.lookback = lookback
+        num_chunks = chunks.shape[1] - lookback
+        return torch.cat([chunks[:, start : start + num_chunks] for start in range(lookback + 1)], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        parts = grad.chunk(ctx.lookback + 1, dim=2)
+        batch, num_chunks, chunk = parts[0].shape[:3]
+        total = grad.new_zeros(batch, ctx.lookback + num_chunks, chunk, *grad.shape[3:])
+        for start, part in enumerate(parts):
+            total[:, start : start + num_chunks] += part
+        return total, None
+
+
 def _flex_mask(documents: Tensor, window: int) -> BlockMask:
+    """The same mask for flex_attention; work and memory are those of the L / 128 squared blocks, not of L squared."""
     batch, length = documents.shape
+    num_blocks = -(-length // FLEX_BLOCK)
+    tail = num_blocks * FLEX_BLOCK - length
+    # Replicating by F.pad would need a floating dtype on CUDA.
+    padded = torch.cat((documents, documents[:, -1:].expand(-1, tail)), dim=1)
+    blocks = padded.unflatten(1, (num_blocks, FLEX_BLOCK))
+    lowest, highest = blocks.amin(-1), blocks.amax(-1)
+    index = torch.arange(num_blocks, device=documents.device)
+    query, key = index[:, None], index
+    in_window = (query >= key) & ((query - key - 1) * FLEX_BLOCK + 1 < window)
+    shares_document = (highest[:, None, :] >= lowest[:, :, None]) & (lowest[:, None, :] <= highest[:, :, None])
+    needed = (in_window & shares_document)[:, None]
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = documents[b, query] == documents[b, key]
         return (query >= key) & (query - key < window) & same_document
 
-    return create_block_mask(visible, batch, None, length, length, device=documents.device)
+    return BlockMask.from_kv_blocks(
+        needed.sum(-1, dtype=torch.int32),
+        needed.int().argsort(dim=-1, descending=True, stable=True).int(),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
 
 
 @cache

@@ -32,6 +32,7 @@ def init_weights(model: Spider, seed: int) -> None:
         ("out_proj.weight", constant(0.0)),
         ("core.adapter.up_proj.weight", constant(0.0)),
         ("core.adapter.scale.weight", constant(1.0)),
+        ("core.adapter.down_proj.weight", base),
         ("core.injection.log_*", constant(0.0)),
         ("core.injection.Bv", constant(1.0)),
         # Equal weights for all loops at first: the last gets what the others leave.

@@ -33,9 +33,7 @@ def flops_per_slot(config: SpiderConfig, context: float) -> float:
     dim, inner, rank = config.hidden_size, config.intermediate_size, config.expert_rank
     router = 2 * dim * config.num_experts
     experts = 2 * config.experts_per_token * (dim * rank + rank * inner)
-    # The weighted sum over a token's experts is a product of [1, k] and [k, M].
-    mixing = 2 * config.experts_per_token * inner
-    layer = latent_attention_flops(config.attention, context=context) + router + experts + mixing + 2 * 2 * dim * inner
+    layer = latent_attention_flops(config.attention, context=context) + router + experts + 2 * 2 * dim * inner
     adapter = 2 * 2 * dim * config.lora_rank
     loop = config.num_recurrent_layers * layer + adapter + 2 * dim
     memory_dim = len(config.engram_orders) * config.engram_heads * config.engram_head_dim

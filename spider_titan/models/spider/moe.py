@@ -107,7 +107,7 @@ class SharedProjectionMoE(nn.Module):
         low = F.grouped_mm(x_ND.index_select(0, source), self.W_gate, offs=offsets_E)
         gates = F.silu(F.grouped_mm(low, self.W_transform, offs=offsets_E))
         gates_NKM = gates.index_select(0, slot_A).unflatten(0, (num_tokens, top_k))
-        return torch.einsum("nkm,nk->nm", gates_NKM, weights_NK.to(gates.dtype))
+        return (gates_NKM * weights_NK[..., None].to(gates.dtype)).sum(1)
 
 
 def dispatch(experts_A: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
