@@ -27,7 +27,7 @@ PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 
 def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps: int) -> None:
     """Logs the machine, the data and the length of the run."""
     logger.info(
-        "Spider-Titan: model %s, flavor %s, on %d x %s, torch %s, %d threads",
+        "Spider-Titan: model %s, flavor %s, on %d x %s, torch %s, threads a rank: %d",
         config.model.name,
         config.model.flavor,
         world.size,

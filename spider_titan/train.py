@@ -15,7 +15,8 @@ from spider_titan.distributed import join_world
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
 
-logger = logging.getLogger(__name__)
+# Run as a program this module is called "__main__", which is outside the package's logger.
+logger = logging.getLogger("spider_titan.train")
 
 USER_MISTAKE = 2
 FAILED = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +35,16 @@ class Validator:
 
     Args:
         spec: The model's spec.
-        batches: This rank's part of the slice; every rank has equally many.
+        batches: Source name -> this rank's part of the slice; every rank has equally many.
         world: The ranks.
     """
 
-    def __init__(self, spec: ModelSpec, batches: Sequence[Batch], world: World) -> None:
+    def __init__(self, spec: ModelSpec, batches: Mapping[str, Sequence[Batch]], world: World) -> None:
         self._spec, self._batches, self._world = spec, batches, world
 
     @torch.no_grad()
     def run(self, model: nn.Module, *, max_boundary_rate: float) -> dict[str, float]:
-        """Returns ``validation_bpb`` and ``validation_loss`` (nats a target).
+        """Returns ``validation_bpb`` and ``validation_loss`` (nats a target), and ``validation_bpb/NAME`` a source.
 
         Args:
             model: In training mode before and after.
@@ -52,12 +52,18 @@ class Validator:
         """
         context = StepContext(num_targets=1, boundary_mode="threshold", max_boundary_rate=max_boundary_rate)
         totals: dict[str, Tensor] = {}
+        by_source: dict[str, float] = {}
         model.eval()
-        for batch in self._batches:
-            add_sums(totals, self._spec.loss(model, batch.to(self._world.device), context).sums)
+        for name, batches in self._batches.items():
+            sums: dict[str, Tensor] = {}
+            for batch in batches:
+                add_sums(sums, self._spec.loss(model, batch.to(self._world.device), context).sums)
+            sums = self._world.sum_over_ranks(sums)
+            by_source[f"validation_bpb/{name}"] = self._spec.metrics(sums)["bpb"]
+            add_sums(totals, sums)
         model.train()
-        metrics = self._spec.metrics(self._world.sum_over_ranks(totals))
-        return {"validation_bpb": metrics["bpb"], "validation_loss": metrics["lm_loss"]}
+        metrics = self._spec.metrics(totals)
+        return {"validation_bpb": metrics["bpb"], "validation_loss": metrics["lm_loss"], **by_source}
 
 
 def add_sums(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:

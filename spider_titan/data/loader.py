@@ -184,11 +184,11 @@ def build_validation_batches(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
-) -> list[Batch]:
-    """Packs a fixed slice of the held-out documents; over all ranks every id but the first is a target once.
+) -> dict[str, list[Batch]]:
+    """Packs a fixed slice of each source's held-out documents; over all ranks every id but the first is a target once.
 
-    Batch k goes to rank k % world_size. All batches are [B, L] and every rank has equally many: what is missing are
-    rows of PAD, which have no target.
+    Batch k of a source goes to rank k % world_size. All batches are [B, L] and every rank has equally many: what is
+    missing are rows of PAD, which have no target. A source that holds nothing out has no entry.
 
     Args:
         config: The ``[data]`` section.
@@ -213,16 +213,22 @@ def build_validation_batches(
             f"no document is held out for validation with data.held_out_fraction = {config.held_out_fraction} "
             f"(documents: {counts}); raise the fraction, add documents, or set validation.enable = false"
         )
-    documents = []
+    batches = {}
     for name in names:
         share = max(1, round(num_bytes * weights[name] / total))
-        documents += _held_out_slice(sources[name], share, config.max_document_bytes, seed)
-    rows = pack_all(np.concatenate([encode(document) for document in documents]), seq_len)
+        if documents := _held_out_slice(sources[name], share, config.max_document_bytes, seed):
+            rows = pack_all(np.concatenate([encode(document) for document in documents]), seq_len)
+            batches[name] = _share_out(rows, batch_size, rank, world_size)
+    return batches
+
+
+def _share_out(rows: Ids, batch_size: int, rank: int, world_size: int) -> list[Batch]:
+    """This rank's batches of the rows [N, L + 1]."""
     rows_per_round = batch_size * world_size
     num_rounds = -(-len(rows) // rows_per_round)
-    padded = np.full((num_rounds * rows_per_round, seq_len + 1), PAD_ID, dtype=rows.dtype)
+    padded = np.full((num_rounds * rows_per_round, rows.shape[1]), PAD_ID, dtype=rows.dtype)
     padded[: len(rows)] = rows
-    batches = padded.reshape(-1, batch_size, seq_len + 1)
+    batches = padded.reshape(-1, batch_size, rows.shape[1])
     return [to_batch(batch) for batch in batches[rank::world_size]]
 
 

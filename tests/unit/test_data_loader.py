@@ -131,10 +131,14 @@ def test_a_source_without_weight_is_reported(caplog: pytest.LogCaptureFixture) -
     assert "data.sources.multilingual is not read" in caplog.text
 
 
-def validation(rank: int = 0, world_size: int = 1, **arguments: object) -> list[Batch]:
+def validation_by_source(rank: int = 0, world_size: int = 1, **arguments: object) -> dict[str, list[Batch]]:
     settings = {"weights": {"code": 1, "multilingual": 3}, "num_bytes": 400, "seed": 1, "seq_len": SEQ_LEN, **arguments}
     data = settings.pop("config", None) or config()
     return build_validation_batches(data, batch_size=BATCH_SIZE, rank=rank, world_size=world_size, **settings)
+
+
+def validation(**arguments: object) -> list[Batch]:
+    return [batch for batches in validation_by_source(**arguments).values() for batch in batches]
 
 
 def targets(batches: list[Batch]) -> list[int]:
@@ -145,13 +149,13 @@ def targets(batches: list[Batch]) -> list[int]:
 def test_validation_is_a_fixed_slice_of_held_out_documents_in_shares() -> None:
     batches = validation()
     assert equal(batches, validation())
-    documents = bytes(number if number < 256 else 0 for number in targets(batches)).split(b"\0")
-    documents = [document for document in documents if document]
     splits = load_sources(config())
-    held_out = [split.held_out_document(i) for split in splits.values() for i in range(len(split.held_out))]
-    assert all(any(whole.startswith(document) for whole in held_out) for document in documents)
-    assert sum(len(document) for document in documents if document.startswith(b"code")) == 100
-    assert sum(map(len, documents)) == 400
+    for (name, part), num_bytes in zip(validation_by_source().items(), (100, 300), strict=True):
+        documents = bytes(number if number < 256 else 0 for number in targets(part)).split(b"\0")
+        documents = [document for document in documents if document]
+        held_out = [splits[name].held_out_document(i) for i in range(len(splits[name].held_out))]
+        assert all(any(whole.startswith(document) for whole in held_out) for document in documents)
+        assert sum(map(len, documents)) == num_bytes
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 1000])
@@ -172,10 +176,10 @@ def test_validation_takes_what_there_is() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_validation_is_shared_among_ranks_that_have_equally_many(world_size: int) -> None:
-    ranks = [validation(rank, world_size) for rank in range(world_size)]
-    assert len({len(batches) for batches in ranks}) == 1
-    in_turn = [batch for round_ in zip(*ranks, strict=True) for batch in round_]
-    assert targets(in_turn) == targets(validation())
+    ranks = [validation_by_source(rank, world_size) for rank in range(world_size)]
+    for name, whole in validation_by_source().items():
+        in_turn = [batch for round_ in zip(*(rank[name] for rank in ranks), strict=True) for batch in round_]
+        assert targets(in_turn) == targets(whole)
 
 
 def test_validation_without_a_held_out_document() -> None:

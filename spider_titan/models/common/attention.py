@@ -93,23 +93,31 @@ def _chunk_mask(documents: Tensor, window: int) -> ChunkMask:
 
 
 def _chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, scale: float) -> Tensor:
-    batch, length, _, value_dim = v.shape
+    batch, length = q.shape[:2]
     chunk, span = mask.visible.shape[-2:]
     num_chunks = mask.visible.shape[0] // batch
+    if num_chunks == 1:
+        return _attend(q, k, v, mask.visible, scale)
     lookback, tail = span // chunk - 1, num_chunks * chunk - length
-    # The CPU's flash kernel wants one head size; zeros in the value's last dims cost less than the unfused path.
-    v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
 
     def in_chunks(x: Tensor, before: int) -> Tensor:  # [B, L, H, K] -> [B, before + N, C, H, K]
         return F.pad(x, (0, 0, 0, 0, before * chunk, tail)).unflatten(1, (before + num_chunks, chunk))
 
-    def as_keys(x: Tensor) -> Tensor:  # [B, L, H, K] -> [B * N, H, (P + 1) * C, K]
-        return _Overlapping.apply(in_chunks(x, lookback), lookback).flatten(0, 1).transpose(1, 2)
+    def as_keys(x: Tensor) -> Tensor:  # [B, L, H, K] -> [B * N, (P + 1) * C, H, K]
+        return _Overlapping.apply(in_chunks(x, lookback), lookback).flatten(0, 1)
 
-    queries = in_chunks(q, 0).flatten(0, 1).transpose(1, 2)
-    out = F.scaled_dot_product_attention(queries, as_keys(k), as_keys(v), attn_mask=mask.visible, scale=scale)
-    out = out.transpose(1, 2).unflatten(0, (batch, num_chunks)).flatten(1, 2)
-    return out[:, :length, :, :value_dim]
+    out = _attend(in_chunks(q, 0).flatten(0, 1), as_keys(k), as_keys(v), mask.visible, scale)
+    return out.unflatten(0, (batch, num_chunks)).flatten(1, 2)[:, :length]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention of [B, L, H, K] queries over other lengths of keys and values."""
+    value_dim = v.shape[-1]
+    # The CPU's flash kernel wants one head size; zeros in the value's last dims cost less than the unfused path.
+    v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    return out.transpose(1, 2)[..., :value_dim]
 
 
 class _Overlapping(torch.autograd.Function):
