@@ -144,7 +144,7 @@ class _Overlapping(torch.autograd.Function):
 
 def _flex_mask(documents: Tensor, window: int) -> BlockMask:
     """The same mask for flex_attention; work and memory are those of the L / 128 squared blocks, not of L squared."""
-    batch, length = documents.shape
+    length = documents.shape[1]
     num_blocks = -(-length // FLEX_BLOCK)
     tail = num_blocks * FLEX_BLOCK - length
     # Replicating by F.pad would need a floating dtype on CUDA.

@@ -62,9 +62,11 @@ class MultiHeadLatentAttention(nn.Module):
         latent, k_rope = self.kv_down(x_BLD).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (c.num_heads, -1))
         k_nope, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
-        k_rope = apply_rotary(k_rope.unsqueeze(2), rotary).expand(-1, -1, c.num_heads, -1)
-        q = torch.cat((q_nope, apply_rotary(q_rope, rotary)), dim=-1)
-        k = torch.cat((k_nope, k_rope), dim=-1)
+        # One rotation for all heads' queries and the key that they share.
+        rotated = apply_rotary(torch.cat((q_rope, k_rope.unsqueeze(2)), dim=2), rotary)
+        q_rope, k_rope = rotated.split((c.num_heads, 1), dim=2)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, c.num_heads, -1)), dim=-1)
         out = windowed_attention(q, k, v, mask, self.scale)
         return self.o_proj(out.flatten(-2))
 
