@@ -96,7 +96,7 @@ def test_injection_is_the_equation() -> None:
     injection = LTIInjection(spider_config())
     enliven(injection)
     h, e, y = torch.randn(3, 2, 5, 32)
-    decay = [math.exp(-math.exp(float(injection.log_dt) + a)) for a in injection.log_a.tolist()]
+    decay = [math.exp(-math.exp(float(injection.log_dt.detach()) + a)) for a in injection.log_a.tolist()]
     expected = torch.tensor(decay) * h + injection.Bv * e + y
     torch.testing.assert_close(injection(h, e, y), expected)
 
