@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spider_titan.models.common.attention import attention_mask
 from spider_titan.models.common.blocks import AttentionConfig, DenseBlock
-from spider_titan.models.common.documents import document_numbers
+from spider_titan.models.common.documents import check_row_length, document_numbers, visible_documents
 from spider_titan.models.common.rotary import rotary_table, yarn_frequencies
 from spider_titan.vocabulary import VOCAB_SIZE
 
@@ -100,10 +100,9 @@ class ByteTransformer(nn.Module):
             ValueError: If the row is longer than the model's context.
         """
         length = ids.shape[1]
-        if length > self.config.context_length:
-            raise ValueError(f"a row of {length} bytes is longer than the context of {self.config.context_length}")
+        check_row_length(ids, self.config.context_length)
         documents = document_numbers(ids)
-        visible = documents if self.config.document_masking else documents.clamp_max(0)
+        visible = visible_documents(documents, document_masking=self.config.document_masking)
         rotary = rotary_table(length, self.frequencies, ids.device)
         mask = attention_mask(visible, self.config.attention_window)
         x_BLD = self.embed_tokens(ids)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spider_titan.models.common.attention import attention_mask
 from spider_titan.models.common.blocks import DenseBlock
-from spider_titan.models.common.documents import document_numbers
+from spider_titan.models.common.documents import check_row_length, document_numbers, visible_documents
 from spider_titan.models.common.rotary import rotary_table, yarn_frequencies
 from spider_titan.models.spider.boundary import BoundaryPredictor, Selection, select_boundaries
 from spider_titan.models.spider.config import SpiderConfig
@@ -28,7 +28,7 @@ from spider_titan.models.spider.segments import (
     straight_through_weights,
     unpool,
 )
-from spider_titan.vocabulary import PAD_ID, VOCAB_SIZE
+from spider_titan.vocabulary import VOCAB_SIZE
 
 
 class SpiderOutput(NamedTuple):
@@ -101,10 +101,9 @@ class Spider(nn.Module):
             ValueError: If the row is longer than the model's context, or ``boundary_mode`` is unknown.
         """
         length = ids.shape[1]
-        if length > self.config.context_length:
-            raise ValueError(f"a row of {length} bytes is longer than the context of {self.config.context_length}")
+        check_row_length(ids, self.config.context_length)
         documents = document_numbers(ids)
-        visible = documents if self.config.document_masking else documents.clamp_max(0)
+        visible = visible_documents(documents, document_masking=self.config.document_masking)
         rotary = rotary_table(length, self.frequencies, ids.device)
         mask = attention_mask(visible, self.config.attention_window)
 
@@ -150,9 +149,7 @@ class Spider(nn.Module):
         null = self.null_slot.to(segments.dtype).expand(segments.shape[0], 1, -1)
         z_BSD = torch.cat((null, segments[:, 1:]), dim=1)
 
-        slot_document = layout.slot_document
-        if not self.config.document_masking:
-            slot_document = slot_document.clamp_max(0)
+        slot_document = visible_documents(layout.slot_document, document_masking=self.config.document_masking)
         return self.core(
             z_BSD,
             rotary_table(z_BSD.shape[1], self.frequencies, ids.device),
@@ -170,8 +167,3 @@ class Spider(nn.Module):
             scale = confidence_scale(selection.boundaries, selection.probs, selection.free)
             u_BLD = u_BLD * scale[..., None].to(u_BLD.dtype)
         return self.out_proj(u_BLD)
-
-
-def real_bytes(ids: Tensor) -> Tensor:
-    """Ids of each row that are not PAD, fp32 [B]."""
-    return (ids != PAD_ID).sum(-1).float()
