@@ -23,9 +23,12 @@ import tyro
 from spider_titan.config_cli import Choice, options_given, override, read_choice
 from spider_titan.config_schema import Schema, annotations_of, convert, drop_unset, dump, nearest
 from spider_titan.data.config import DataConfig
+from spider_titan.distributed import CommConfig, ParallelismConfig
 from spider_titan.metrics import MetricsConfig
 from spider_titan.optim import LRSchedulerConfig, OptimizerConfig
-from spider_titan.plugins.context import PrecisionConfig
+from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
+from spider_titan.plugins.compile import CompileConfig
+from spider_titan.plugins.precision import PrecisionConfig
 from spider_titan.spec import ModelSpec, get_model_spec
 from spider_titan.toml_file import Alternatives, ConfigError, TomlFile, format_path, read_toml
 from spider_titan.trainer import TrainingConfig
@@ -94,7 +97,11 @@ class JobConfig:
     training: TrainingConfig
     optimizer: OptimizerConfig
     lr_scheduler: LRSchedulerConfig
+    parallelism: ParallelismConfig
+    comm: CommConfig
     precision: PrecisionConfig
+    activation_checkpoint: ActivationCheckpointConfig
+    compile: CompileConfig
     data: DataConfig
     metrics: MetricsConfig
     validation: ValidationConfig

@@ -75,19 +75,26 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class Block:
-    """A unit that plugins act on: recomputed, compiled and sharded as one.
+    """A unit that plugins act on: it is sharded as one, and its applications are recomputed and compiled one by one.
 
     Args:
         fqn: Fully qualified name in the model.
         kind: ``once`` if its forward runs once a step, ``looped`` if it loops inside.
+        parts: FQNs of the modules that a looped block applies again in every loop.
         compute_dtype: ``policy`` follows the precision policy; ``float32`` computes in fp32 whatever the policy says.
         float8: Whether its inner linears may be converted to float8.
     """
 
     fqn: str
     kind: Literal["once", "looped"] = "once"
+    parts: tuple[str, ...] = ()
     compute_dtype: Literal["policy", "float32"] = "policy"
     float8: bool = True
+
+    @property
+    def applications(self) -> tuple[str, ...]:
+        """FQNs of the modules whose every call is recomputed, or compiled, by itself."""
+        return self.parts or (self.fqn,)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return USER_MISTAKE
-    with join_world() as world:
+    with join_world(config.parallelism, config.comm) as world:
         setup_console(rank=world.rank)
         try:
             try:

@@ -102,6 +102,9 @@ class Trainer:
         self.validator, self.validation_freq = self._build_validator(config), config.validation.freq
         self.run_directory, self.metrics = self._open_outputs(config, config_text)
         startup.log_run(config, world, self.curriculum, self.total_steps)
+        self.plugin_context = PluginContext(
+            self.world.mesh, config.precision, config.activation_checkpoint, config.compile, config.parallelism
+        )
         self.model = self._build_model(config)
         groups = self.spec.param_groups(self.model)
         check_groups(self.model, groups)
@@ -253,7 +256,7 @@ class Trainer:
     def _build_model(self, config: JobConfig) -> nn.Module:
         """Meta device -> plugins -> memory -> initial weights, which are the same at every world size."""
         model = self.spec.build(config.model_config, device="meta")
-        model = apply_plugins(model, self.spec, PluginContext(self.world.mesh, config.precision))
+        model = apply_plugins(model, self.spec, self.plugin_context)
         model.to_empty(device=self.world.device)
         self.spec.init_weights(model, self.training.seed)
         return model.train()

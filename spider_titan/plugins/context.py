@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """The section ``[precision]``."""
-
-    mode: Literal["fp32", "bf16"] = "fp32"
-    """What blocks compute in. Master weights, gradients and their reductions are fp32 in both."""
+from spider_titan.distributed import ParallelismConfig
+from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
+from spider_titan.plugins.compile import CompileConfig
+from spider_titan.plugins.precision import PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -21,4 +17,7 @@ class PluginContext:
     """The mesh to shard over and the sections that plugins read."""
 
     mesh: DeviceMesh
-    precision: PrecisionConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)

@@ -3,52 +3,99 @@
 One rank takes the same path, on a mesh of one, so there is one way to mixed precision: parameters are fp32 shards,
 gathered in the compute dtype; gradients are reduced in fp32. Units do not cast their inputs: rotary tables and halting
 statistics are fp32 by design and must stay so.
+
+A looped block is one unit around its whole loop, so its weights are gathered once a forward and once a backward however
+many loops run.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from spider_titan.distributed import SHARD
 from spider_titan.plugins.context import PluginContext
-from spider_titan.spec import ModelSpec
+from spider_titan.spec import Block, ModelSpec
 
 logger = logging.getLogger(__name__)
 
 # Without autograd a linear layer's output is a view. The warning is about in-place operations on it: there are none.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 def apply(model: nn.Module, spec: ModelSpec, context: PluginContext) -> nn.Module:
     """Shards ``model`` in place over the mesh."""
-    compute_dtype = COMPUTE_DTYPES[context.precision.mode]
+    compute_dtype = context.precision.compute_dtype
     blocks = spec.blocks(model)
+    settings: dict[str, Any] = {
+        "mesh": context.mesh,
+        "offload_policy": _offload_policy(context),
+        "shard_placement_fn": placement_rule(context.mesh[SHARD].size()),
+    }
     for block in blocks:
-        dtype = torch.float32 if block.compute_dtype == "float32" else compute_dtype
-        fully_shard(model.get_submodule(block.fqn), mesh=context.mesh, mp_policy=_policy(dtype))
-    fully_shard(model, mesh=context.mesh, mp_policy=_policy(compute_dtype))
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        fully_shard(
+            model.get_submodule(block.fqn),
+            mp_policy=_policy(torch.float32 if block.compute_dtype == "float32" else compute_dtype),
+            reshard_after_forward=_reshards(block, blocks, context.parallelism.fsdp_reshard_after_forward),
+            **settings,
+        )
+    # The root's weights serve the first and the last thing of a step; gathered once, they stay.
+    fully_shard(model, mp_policy=_policy(compute_dtype), reshard_after_forward=False, **settings)
+    units = fsdp_units(model)
     for unit in units:
         # The loss is divided by the targets of all ranks already, so gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     fp32_units = sum(block.compute_dtype == "float32" for block in blocks)
     logger.info(
-        "fsdp: %d units over %d rank%s, compute %s (%d unit%s always fp32), masters and reductions fp32",
+        "fsdp: %d units over %s rank%s%s, compute %s (%d unit%s always fp32), masters and reductions fp32",
         len(units),
-        context.mesh.size(),
+        " x ".join(str(context.mesh.size(dim)) for dim in range(context.mesh.ndim)),
         "" if context.mesh.size() == 1 else "s",
-        context.precision.mode,
+        ", offloaded to the CPU" if context.parallelism.enable_cpu_offload else "",
+        str(compute_dtype).removeprefix("torch."),
         fp32_units,
         "" if fp32_units == 1 else "s",
     )
     return model
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """The sharded units, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def placement_rule(num_shards: int) -> Any:
+    """Rule for the dim that a parameter is sharded on: 0 for matrices and vectors, where uneven shards are padded.
+
+    Stacks of matrices (experts) are sharded on the first dim that the ranks divide: with fewer experts than ranks,
+    shards on dim 0 would leave ranks with nothing. Where none divides, they are uneven on dim 0.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        if parameter.ndim < 3:
+            return None
+        return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_shards == 0), None)
+
+    return placement
+
+
+def _reshards(block: Block, blocks: Sequence[Block], policy: str) -> bool:
+    # The last block's backward comes right after its forward.
+    return {"always": True, "never": False}.get(policy, block is not blocks[-1])
+
+
+def _offload_policy(context: PluginContext) -> OffloadPolicy:
+    if context.parallelism.enable_cpu_offload:
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return OffloadPolicy()
 
 
 def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -11,9 +11,8 @@ import torch
 import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 
-from spider_titan.distributed import join_world
+from spider_titan.distributed import CommConfig, ParallelismConfig, join_world
 from spider_titan.plugins import PluginContext, apply_plugins
-from spider_titan.plugins.context import PrecisionConfig
 from spider_titan.spec import Batch, StepContext, get_model_spec
 
 pytestmark = pytest.mark.distributed
@@ -40,9 +39,9 @@ def run_rank(rank: int, name: str, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     spec = get_model_spec(name)
-    with join_world() as world:
+    with join_world(ParallelismConfig(), CommConfig()) as world:
         model = spec.build(spec.config_class(**SIZES[name]), device="meta")
-        model = apply_plugins(model, spec, PluginContext(world.mesh, PrecisionConfig()))
+        model = apply_plugins(model, spec, PluginContext(world.mesh))
         model.to_empty(device=world.device)
         spec.init_weights(model, 3)
         weights = {key: full(value).clone() for key, value in model.state_dict().items()}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spider_titan.config import load_config, to_toml
-from spider_titan.distributed import World, join_world
+from spider_titan.distributed import CommConfig, ParallelismConfig, World, join_world
 from spider_titan.optim import GroupedAdamW, LRSchedulerConfig, OptimizerConfig
 from spider_titan.spec import Batch, StepContext, get_model_spec
 from spider_titan.trainer import Trainer
@@ -78,7 +78,7 @@ weights = { english = 1.0 }
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with join_world() as world:
+    with join_world(ParallelismConfig(), CommConfig()) as world:
         yield world
 
 

@@ -57,11 +57,15 @@ def init_weights(model: Spider, seed: int) -> None:
 def blocks(model: Spider) -> list[Block]:
     """Prelude and coda blocks run once; the core is one unit that loops inside; two units keep out of float8."""
     config = model.config
+    core_parts = (
+        *(f"core.layers.{index}" for index in range(config.num_recurrent_layers)),
+        *(f"core.engram_gates.{layer}" for layer in config.engram_layers),
+    )
     return [
         *(Block(f"prelude.{index}") for index in range(config.num_prelude_layers)),
         Block("boundary_predictor", compute_dtype="float32", float8=False),
         Block("engram", float8=False),
-        Block("core", kind="looped"),
+        Block("core", kind="looped", parts=core_parts),
         *(Block(f"coda.{index}") for index in range(config.num_coda_layers)),
     ]
 
