@@ -26,6 +26,7 @@ from spider_titan.data.config import DataConfig
 from spider_titan.distributed import CommConfig, ParallelismConfig
 from spider_titan.metrics import MetricsConfig
 from spider_titan.optim import LRSchedulerConfig, OptimizerConfig
+from spider_titan.plugins import activation_checkpoint
 from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
 from spider_titan.plugins.compile import CompileConfig
 from spider_titan.plugins.precision import PrecisionConfig
@@ -34,10 +35,16 @@ from spider_titan.toml_file import Alternatives, ConfigError, TomlFile, format_p
 from spider_titan.trainer import TrainingConfig
 from spider_titan.validate import ValidationConfig
 
-__all__ = ["ConfigError", "JobConfig", "JobSection", "ModelSection", "check", "load_config", "to_toml"]
+__all__ = ["ConfigError", "JobConfig", "JobSection", "ModelSection", "check", "load_config", "num_ranks", "to_toml"]
 
 ALTERNATIVES: Alternatives = ((("training", "steps"), ("training", "byte_budget")),)
 """Where a file or the command line gives one of a pair, the other one is dropped if it was inherited."""
+
+ON_COMMAND_LINE = {
+    "config_file": "a file builds on another with extends",
+    "dry_run": "a run directory's configuration is to be run for real",
+}
+"""Keys of ``[job]`` that no file may set, and why."""
 
 HEADER = (
     "# The effective configuration of a run: defaults, files and command line. --job.config_file reads it again.\n\n"
@@ -56,6 +63,8 @@ class JobSection:
     """TOML file to read. On the command line only: a file names the one it builds on with extends."""
     dump_folder: str = "outputs/run"
     """The run directory: effective configuration, logs, metrics and curves."""
+    dry_run: Annotated[bool, pydantic.Field(exclude=True)] = field(default=False, compare=False)
+    """Build, shard and describe the model on imagined ranks (NGPU x NNODES), then stop. On the command line only."""
     import_: Annotated[
         list[str],
         tyro.conf.arg(name="import"),
@@ -161,17 +170,24 @@ def check(config: JobConfig, *, world_size: int | None = None) -> None:
 
     Args:
         config: What ``load_config`` returned.
-        world_size: Ranks of the run; default: the environment's ``WORLD_SIZE``, else 1.
+        world_size: Ranks of the run; default: ``num_ranks(config)``.
 
     Raises:
         ConfigError: If they contradict each other.
     """
-    ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = world_size if world_size is not None else num_ranks(config)
     try:
+        config.parallelism.degrees(ranks)
         _check_length(config, ranks)
         _check_context(config)
+        activation_checkpoint.check(config.activation_checkpoint, config.compile)
     except ValueError as error:
         raise ConfigError(f"{config.job.config_file or 'defaults'} with the command line: {error}") from error
+
+
+def num_ranks(config: JobConfig) -> int:
+    """Ranks of the run: those that the launcher started, or those that a dry run is to imagine."""
+    return int(os.environ.get("SPIDER_TITAN_DRY_RUN_RANKS" if config.job.dry_run else "WORLD_SIZE", "1"))
 
 
 def _check_length(config: JobConfig, ranks: int) -> None:
@@ -223,9 +239,10 @@ def _from_file(file: TomlFile, choice: Choice) -> JobConfig:
 
 def _read_job(file: TomlFile, choice: Choice) -> JobSection:
     table = file.values.get("job", {})
-    if "config_file" in table:
-        path = file.origin(("job", "config_file"))
-        raise ConfigError(f"{path}: job.config_file belongs on the command line; a file builds on another with extends")
+    for key, advice in ON_COMMAND_LINE.items():
+        if key in table:
+            path = file.origin(("job", key))
+            raise ConfigError(f"{path}: job.{key} belongs on the command line; {advice}")
     job = convert(JobSection, table, section="job", file=file)
     job = dataclasses.replace(job, config_file=choice.job.config_file)
     modules, place = job.import_, f"{file.origin(('job', 'import'))}: job.import"

@@ -9,9 +9,13 @@ import logging
 import sys
 from pathlib import Path
 
+from spider_titan.failure import is_launched
 from spider_titan.run_directory import explain_disk_errors
 
 LOGGER_NAME = "spider_titan"
+
+FATAL = {"is_fatal": True}
+"""``extra`` of the line that says why a rank ends; if there is a launcher, it shows the one that matters."""
 
 
 class _LineFormatter(logging.Formatter):
@@ -24,6 +28,10 @@ class _LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         level_part = f"{record.levelname}  " if record.levelno >= logging.WARNING else ""
         return f"{record.asctime}  {self._rank_part}{level_part}{record.message}"
+
+
+def _is_for_console(record: logging.LogRecord) -> bool:
+    return not (getattr(record, "is_fatal", False) and is_launched())
 
 
 class _LogFile(logging.FileHandler):
@@ -53,6 +61,7 @@ def setup_console(*, rank: int = 0) -> None:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.setFormatter(_LineFormatter(rank))
+    console.addFilter(_is_for_console)
     logger.addHandler(console)
 
 

@@ -8,7 +8,7 @@ split over all ranks either way.
 from __future__ import annotations
 
 import datetime
-import logging
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
-
-logger = logging.getLogger(__name__)
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
-ROLL_CALL_SECONDS = 10
-"""How long the ranks that saw a collective fail wait for each other before those that are missing are named."""
+_GROUPS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,12 @@ class World:
         size: Processes in all.
         device: Where this rank computes.
         mesh: ``dp_shard``, or ``dp_replicate`` x ``dp_shard``.
-        is_real: Whether the other ranks exist; they do not in a dry run.
     """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    is_real: bool = True
 
     @property
     def is_reporter(self) -> bool:
@@ -118,7 +114,7 @@ class World:
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
         """Adds a tensor over the ranks that hold shards of the same copy of the parameters."""
-        if self.mesh[SHARD].size() > 1:
+        if num_shards(self.mesh) > 1:
             dist.all_reduce(value, group=self.mesh.get_group(SHARD))
         return value
 
@@ -129,25 +125,13 @@ class World:
 
     def set_timeout(self, seconds: int) -> None:
         """From now on a collective fails when a rank has not joined it after ``seconds``; call it on all ranks."""
-        if self.size == 1 or not self.is_real:
-            return
         self.wait_for_device()
+        if self.size == 1:
+            return
         dist.barrier()
         names = self.mesh.mesh_dim_names or ()
         for group in (dist.group.WORLD, *(self.mesh.get_group(name) for name in names)):
             _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-    def missing_ranks(self) -> str:
-        """After a failed collective: a line that names ranks which no longer answer, or none if all do.
-
-        Every rank that saw the failure must call it; rank 0 waits for all, the others for rank 0.
-        """
-        try:
-            # On the CPU, where the error of the accelerator's own communication does not reach.
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=ROLL_CALL_SECONDS), wait_all_ranks=self.rank == 0)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        return ""
 
     def __enter__(self) -> World:
         return self
@@ -192,7 +176,12 @@ def imagine_world(parallelism: ParallelismConfig, size: int) -> World:
     replicate, shard = parallelism.degrees(size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     device = torch.device("cpu")
-    return World(0, size, device, _mesh(device.type, replicate, shard), is_real=False)
+    return World(0, size, device, _mesh(device.type, replicate, shard))
+
+
+def num_shards(mesh: DeviceMesh) -> int:
+    """Ranks that one copy of the parameters is sharded over."""
+    return mesh.size(mesh.ndim - 1)
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -215,11 +204,12 @@ def _mesh(device_type: str, replicate: int, shard: int) -> DeviceMesh:
     return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
 
 
-def _attempt_store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The launcher's store, with keys of this attempt alone.
+def _attempt_store(rank: int, size: int, timeout: datetime.timedelta) -> Store:
+    """The launcher's store, with keys of this attempt and of this process group alone.
 
-    torchrun keeps one store through its restarts: without a prefix ranks of a new attempt read addresses of the last.
+    torchrun keeps one store through its restarts, and a process that leaves its group and joins another comes back to
+    it: without a prefix ranks would read the addresses of the last time.
     """
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    return PrefixStore(f"attempt_{attempt}/group_{next(_GROUPS)}", store)

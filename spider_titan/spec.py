@@ -83,6 +83,7 @@ class Block:
         parts: FQNs of the modules that a looped block applies again in every loop.
         compute_dtype: ``policy`` follows the precision policy; ``float32`` computes in fp32 whatever the policy says.
         float8: Whether its inner linears may be converted to float8.
+        high_precision: Those that may not all the same: patterns over FQNs in the model.
     """
 
     fqn: str
@@ -90,6 +91,7 @@ class Block:
     parts: tuple[str, ...] = ()
     compute_dtype: Literal["policy", "float32"] = "policy"
     float8: bool = True
+    high_precision: tuple[str, ...] = ()
 
     @property
     def applications(self) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from spider_titan.curriculum import Curriculum
-from spider_titan.data.sources import describe
+from spider_titan.data.sources import SplitSource, describe
 from spider_titan.distributed import World
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 
 """Dense bf16 peak a device, by a part of its name (vendor data sheets); the first match counts."""
 
 
-def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps: int) -> None:
+def log_run(
+    config: JobConfig, sources: Mapping[str, SplitSource], world: World, curriculum: Curriculum, total_steps: int
+) -> None:
     """Logs the machine, the data and the length of the run."""
     logger.info(
         "Spider-Titan: model %s, flavor %s, on %d x %s, torch %s, threads a rank: %d",
@@ -36,7 +39,7 @@ def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps
         torch.get_num_threads(),
     )
     logger.info("run directory %s", config.job.dump_folder)
-    for summary in describe(config.data):
+    for summary in describe(sources, config.data.max_document_bytes):
         logger.info("data: %s", summary)
     logger.info(
         "run: %s steps of %s rows x %s bytes = %s bytes a step, %s bytes in all, %d phase%s",
@@ -48,7 +51,7 @@ def log_run(config: JobConfig, world: World, curriculum: Curriculum, total_steps
         len(curriculum.phases),
         "" if len(curriculum.phases) == 1 else "s",
     )
-    if config.lr_scheduler.warmup_steps >= total_steps:
+    if world.is_reporter and config.lr_scheduler.warmup_steps >= total_steps:
         logger.warning(
             "lr_scheduler.warmup_steps = %d: the run of %d steps ends within the warm-up, before the groups that start "
             "after it",

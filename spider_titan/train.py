@@ -6,47 +6,89 @@ Exit status: 0 done, 2 the user's mistake, 1 anything else.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from spider_titan.config import load_config, to_toml
-from spider_titan.console import setup_console
-from spider_titan.distributed import join_world
+from spider_titan import dry_run
+from spider_titan.config import load_config, num_ranks, to_toml
+from spider_titan.console import FATAL, setup_console
+from spider_titan.distributed import imagine_world, join_world
+from spider_titan.failure import DONE, SIGNALLED, USER_MISTAKE, Failure, announce, explain, is_launched, save_failure
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
 
 # Run as a program this module is called "__main__", which is outside the package's logger.
 logger = logging.getLogger("spider_titan.train")
 
-USER_MISTAKE = 2
-FAILED = 1
+
+class UserMistake(Exception):
+    """What the user can mend; the message says how."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a training and returns the exit status.
+    """Runs a training, or describes it with ``job.dry_run``, and returns the exit status.
 
-    What a user can cause ends with one line; anything else is a bug and raises.
+    What a user can cause ends with one line, anything else with a traceback. If a launcher has started this rank, it
+    prints them, as it alone knows which rank was the first to fail; the log file has what rank 0 saw.
     """
-    setup_console()
+    rank = int(os.environ.get("RANK", "0"))
+    setup_console(rank=rank)
     try:
+        _run(arguments)
+    except KeyboardInterrupt:
+        logger.error("interrupted", extra=FATAL)
+        return SIGNALLED + signal.SIGINT
+    except UserMistake as error:
+        return _end(Failure(rank, str(error), "mistake", USER_MISTAKE))
+    except DiskError as error:
+        return _end(Failure(rank, str(error), "mistake"))
+    except Exception as error:
+        if not is_launched():
+            raise
+        return _end(explain(error, rank))
+    return DONE
+
+
+def _run(arguments: Sequence[str]) -> None:
+    with _mistakes():
         config = load_config(arguments)
-    except ValueError as error:
-        logger.error("%s", error)
-        return USER_MISTAKE
+    if config.job.dry_run:
+        with imagine_world(config.parallelism, num_ranks(config)) as world, _mistakes():
+            dry_run.run(config, world)
+        return
     with join_world(config.parallelism, config.comm) as world:
-        setup_console(rank=world.rank)
-        try:
-            try:
-                trainer = Trainer(config, to_toml(config), world)
-            except ValueError as error:
-                logger.error("%s", error)
-                return USER_MISTAKE
-            trainer.train()
-        except DiskError as error:
-            logger.error("%s", error)
-            return FAILED
-    return 0
+        with _mistakes():
+            trainer = Trainer(config, to_toml(config), world)
+        trainer.train()
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """ValueErrors of the block are the user's mistakes; elsewhere they are bugs."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserMistake(str(error)) from error
+
+
+def _end(failure: Failure) -> int:
+    logger.error("%s", failure.traceback or failure.text, extra=FATAL)
+    if is_launched():
+        save_failure(failure)
+        if failure.kind != "lost contact":
+            announce(failure)
+    return failure.status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status != DONE and is_launched():
+        # The usual way out waits for threads of communication that is broken.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from spider_titan import startup
+from spider_titan import plugins, startup
 from spider_titan.console import add_log_file
 from spider_titan.curriculum import Curriculum, PhaseConfig
 from spider_titan.data.loader import build_train_loader, build_validation_batches
+from spider_titan.data.sources import SplitSource, load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
 from spider_titan.optim import GroupedAdamW, check_groups
-from spider_titan.plugins import PluginContext, apply_plugins
+from spider_titan.plugins import PluginContext
+from spider_titan.plugins.compile import WarmUp, warm_up
 from spider_titan.run_directory import RunDirectory
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
@@ -98,13 +100,12 @@ class Trainer:
             byte_budget=self.training.byte_budget or self.total_steps * self.bytes_per_step,
             bytes_per_step=self.bytes_per_step,
         )
-        self.micro_batches, self.batches = self._build_data(config)
-        self.validator, self.validation_freq = self._build_validator(config), config.validation.freq
+        sources = load_sources(config.data)
+        self.micro_batches, self.batches = self._build_data(config, sources)
+        self.validator, self.validation_freq = self._build_validator(config, sources), config.validation.freq
         self.run_directory, self.metrics = self._open_outputs(config, config_text)
-        startup.log_run(config, world, self.curriculum, self.total_steps)
-        self.plugin_context = PluginContext(
-            self.world.mesh, config.precision, config.activation_checkpoint, config.compile, config.parallelism
-        )
+        startup.log_run(config, sources, world, self.curriculum, self.total_steps)
+        self.plugin_context = PluginContext.from_config(config, world.mesh)
         self.model = self._build_model(config)
         groups = self.spec.param_groups(self.model)
         check_groups(self.model, groups)
@@ -112,6 +113,8 @@ class Trainer:
             groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
         )
         startup.log_model(config, self.model, self.bytes_per_step)
+        self._warm_up(config)
+        self.train_timeout = config.comm.train_timeout_seconds
         self.log_freq = config.metrics.log_freq
         self.mfu_per_rate = startup.mfu_per_byte_rate(config, world)
         self.bytes_seen = 0
@@ -128,11 +131,12 @@ class Trainer:
             norms = self.optimizer.clip(self.training.max_norm)
             self.optimizer.step(step)
             self.optimizer.zero_grad()
+            plugins.after_step(self.model, self.plugin_context)
             totals = self.world.sum_over_ranks(totals)
             self.spec.after_step(self.model, totals, context)
             self.bytes_seen += context.num_targets
             if step == 0:
-                self.world.wait_for_device()
+                self.world.set_timeout(self.train_timeout)
             rate.count(context.num_targets)
             done = step + 1
             if done % self.log_freq == 0 or done in (1, self.total_steps):
@@ -145,7 +149,8 @@ class Trainer:
     def _forward_backward(self, step: int, phase: PhaseConfig) -> tuple[StepContext, dict[str, Tensor]]:
         """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
         batches = [next(self.batches) for _ in range(self.micro_batches)]
-        local_targets = torch.tensor(sum(batch.num_targets for batch in batches), device=self.world.device)
+        # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
+        local_targets = torch.tensor(sum(batch.num_targets for batch in batches))
         context = StepContext(
             num_targets=int(self.world.sum_over_ranks({"targets": local_targets})["targets"]),
             boundary_mode=phase.boundary_mode,
@@ -212,26 +217,28 @@ class Trainer:
             logger.info("run directory %s", self.run_directory.path)
             self.run_directory.close()
 
-    def _build_data(self, config: JobConfig) -> tuple[int, Iterator[Batch]]:
+    def _build_data(self, config: JobConfig, sources: Mapping[str, SplitSource]) -> tuple[int, Iterator[Batch]]:
         """Micro-batches a step, and the endless batches of this rank."""
-        rows_per_rank = self.training.rows_per_step(self.world.size) // self.world.size
+        rows_per_step = self.training.rows_per_step(self.world.size)
         loader = build_train_loader(
             config.data,
+            sources,
             self.curriculum,
             seq_len=self.training.seq_len,
             batch_size=self.training.local_batch_size,
-            rows_per_step=rows_per_rank,
+            num_shards=rows_per_step,
+            seed=self.training.seed,
             rank=self.world.rank,
             world_size=self.world.size,
-            seed=self.training.seed,
         )
-        return rows_per_rank // self.training.local_batch_size, iter(loader)
+        return rows_per_step // self.world.size // self.training.local_batch_size, iter(loader)
 
-    def _build_validator(self, config: JobConfig) -> Validator | None:
+    def _build_validator(self, config: JobConfig, sources: Mapping[str, SplitSource]) -> Validator | None:
         if not config.validation.enable:
             return None
         batches = build_validation_batches(
             config.data,
+            sources,
             config.data.phases[-1].weights,
             seq_len=self.training.seq_len,
             batch_size=self.training.local_batch_size,
@@ -241,6 +248,11 @@ class Trainer:
             world_size=self.world.size,
         )
         return Validator(self.spec, batches, self.world)
+
+    def _warm_up(self, config: JobConfig) -> None:
+        ids = torch.zeros(self.training.local_batch_size, self.training.seq_len, dtype=torch.int64)
+        plan = WarmUp(config.data.phases, Batch(ids, ids).to(self.world.device), config.validation.enable)
+        warm_up(self.model, self.spec, plan)
 
     def _open_outputs(self, config: JobConfig, config_text: str) -> tuple[RunDirectory | None, MetricsLogger | None]:
         """The run directory and what is written there; only the reporting rank has them."""
@@ -256,7 +268,7 @@ class Trainer:
     def _build_model(self, config: JobConfig) -> nn.Module:
         """Meta device -> plugins -> memory -> initial weights, which are the same at every world size."""
         model = self.spec.build(config.model_config, device="meta")
-        model = apply_plugins(model, self.spec, self.plugin_context)
-        model.to_empty(device=self.world.device)
+        model = plugins.apply_plugins(model, self.spec, self.plugin_context)
+        plugins.materialize(model, self.plugin_context, self.world.device)
         self.spec.init_weights(model, self.training.seed)
         return model.train()

@@ -1,1 +1,1 @@
-"""Documents in, packed rows of ids out: sources, held-out split, order, mixture by phase, packing, loader."""
+"""Documents in, packed rows of ids out: sources, held-out split, order, mixture, packing, shards, loader."""

@@ -5,11 +5,12 @@ B: rows of a micro-batch. L: positions of a row.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from spider_titan.curriculum import Curriculum
 from spider_titan.data.config import DataConfig
-from spider_titan.data.mixture import Mixture
 from spider_titan.data.order import permutation
-from spider_titan.data.packing import RowPacker, pack_all
-from spider_titan.data.sources import SplitSource, load_sources
+from spider_titan.data.packing import pack_all
+from spider_titan.data.rows import RowReader
+from spider_titan.data.sources import SplitSource
 from spider_titan.data.tokenizer import Ids, cut_at_character_boundary, encode
 from spider_titan.spec import Batch
 from spider_titan.vocabulary import PAD_ID
@@ -32,143 +33,78 @@ logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message=r"'set_vital' is deprecated")
 
 
-class RowStream(Iterator[Ids]):
-    """The endless rows [L + 1] of one rank, drawn from the mixture of the step that each row belongs to.
-
-    A step's rows come from as many packers, each with documents of its own: a document that is longer than a row goes
-    on in the same place of the next step, and a step sees as many documents as it has rows. Documents that are under
-    way when the phase changes are finished first. The state is the number of rows, the mixture's counts and positions,
-    and what waits in the packers.
-
-    Args:
-        mixture: Where documents come from.
-        curriculum: Step -> phase.
-        seq_len: L.
-        rows_per_step: Rows that this rank consumes in an optimizer step.
-    """
-
-    def __init__(self, mixture: Mixture, curriculum: Curriculum, *, seq_len: int, rows_per_step: int) -> None:
-        self.mixture = mixture
-        self.packers = [RowPacker(seq_len) for _ in range(rows_per_step)]
-        self.under_way = [""] * rows_per_step
-        """The source of each packer's last document, which is the only one that still waits."""
-        self.num_rows = 0
-        self._curriculum = curriculum
-
-    def __next__(self) -> Ids:
-        step, place = divmod(self.num_rows, len(self.packers))
-        waiting: Counter[str] = Counter()
-        for source, packer in zip(self.under_way, self.packers, strict=True):
-            waiting[source] += packer.num_waiting
-        self.mixture.enter_phase(self._curriculum.index_at(step), waiting)
-        packer = self.packers[place]
-        while not packer.is_ready:
-            self.under_way[place], ids = self.mixture.next_document()
-            packer.add(ids)
-        self.num_rows += 1
-        return packer.take()
-
-
 class TrainBatches(IterableDataset[Batch]):
-    """Endless micro-batches of one rank.
+    """Endless micro-batches of one rank: in each step a row of every shard it owns.
 
     With W worker processes, worker w makes the batches w, w + W, w + 2W, ...; the loader asks them in turn, so the
-    batches are those of a single process. To know where its rows are, a worker walks the documents of all batches:
-    workers take reading off the trainer's process, but do not divide it among them.
+    batches are those of a single process. To know where its rows begin, a worker reads all rows of the shards in its
+    batches, and of no others. So workers divide the reading where a step has a multiple of W batches; where it has one
+    batch, each worker reads all of it, and what they divide is the making of tensors.
 
     Args:
-        sources: What the phases read.
-        config: The ``[data]`` section.
-        curriculum: Step -> phase.
-        seq_len: L.
-        batch_size: B.
-        rows_per_step: Rows that this rank consumes in an optimizer step.
-        rank: This rank among the data-parallel ones.
-        world_size: How many of them there are.
-        seed: ``training.seed``.
+        open_reader: Makes a reader that stands before step 0.
+        shards: Those of this rank, in the order of their rows.
+        batch_size: B; divides the number of shards.
     """
 
-    def __init__(
-        self,
-        sources: Mapping[str, SplitSource],
-        config: DataConfig,
-        curriculum: Curriculum,
-        *,
-        seq_len: int,
-        batch_size: int,
-        rows_per_step: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ) -> None:
-        self._sources = sources
-        self._max_document_bytes = config.max_document_bytes
-        self._curriculum = curriculum
-        self._seq_len = seq_len
-        self._batch_size = batch_size
-        self._rows_per_step = rows_per_step
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
+    def __init__(self, open_reader: Callable[[], RowReader], shards: Sequence[int], batch_size: int) -> None:
+        assert len(shards) % batch_size == 0
+        self._open_reader = open_reader
+        self._batches = [shards[start : start + batch_size] for start in range(0, len(shards), batch_size)]
 
     def __iter__(self) -> Iterator[Batch]:
-        mixture = Mixture(
-            self._sources,
-            self._curriculum.phases,
-            seed=self._seed,
-            rank=self._rank,
-            world_size=self._world_size,
-            max_document_bytes=self._max_document_bytes,
-        )
-        rows = RowStream(mixture, self._curriculum, seq_len=self._seq_len, rows_per_step=self._rows_per_step)
+        reader = self._open_reader()
         worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for number in itertools.count():
-            batch = list(itertools.islice(rows, self._batch_size))
-            if number % step == first:
-                yield to_batch(np.stack(batch))
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        # The batches of a step that this worker ever makes are those at worker_id, worker_id + stride, ...
+        stride = math.gcd(num_workers, len(self._batches))
+        for number in itertools.count(worker_id % stride, stride):
+            step, place = divmod(number, len(self._batches))
+            rows = reader.read(step, self._batches[place])
+            if number % num_workers == worker_id:
+                yield to_batch(rows)
 
 
 def build_train_loader(
     config: DataConfig,
+    sources: Mapping[str, SplitSource],
     curriculum: Curriculum,
     *,
     seq_len: int,
     batch_size: int,
-    rows_per_step: int,
-    rank: int,
-    world_size: int,
+    num_shards: int,
     seed: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterable[Batch]:
-    """Returns an endless iterable of micro-batches [B, L]; every row is full.
+    """Returns an endless iterable of this rank's micro-batches [B, L]; every row is full.
+
+    Rank r owns the shards v with v % world_size == r. The rows of a step over all ranks do not depend on
+    ``world_size``, and a phase begins with exactly the step at which ``curriculum`` says so.
 
     Args:
         config: The ``[data]`` section.
+        sources: What ``load_sources(config)`` returned.
         curriculum: Step -> phase. Its phases are those of ``config``.
         seq_len: L.
         batch_size: B.
-        rows_per_step: Rows that this rank consumes in an optimizer step: a phase begins with exactly the step at which
-            ``curriculum`` says so.
+        num_shards: Virtual shards: rows of an optimizer step over all ranks, a multiple of B * world_size.
+        seed: ``training.seed``.
         rank: This rank among the data-parallel ones.
         world_size: How many of them there are.
-        seed: ``training.seed``.
-
-    Raises:
-        ValueError: If a source cannot be read or has nothing to train on.
     """
     for name in sorted(set(config.sources) - set(config.used_sources)):
         logger.warning("data.sources.%s is not read: no phase gives it a weight", name)
-    dataset = TrainBatches(
-        load_sources(config),
-        config,
+    open_reader = functools.partial(
+        RowReader,
+        sources,
         curriculum,
         seq_len=seq_len,
-        batch_size=batch_size,
-        rows_per_step=rows_per_step,
-        rank=rank,
-        world_size=world_size,
+        num_shards=num_shards,
         seed=seed,
+        max_document_bytes=config.max_document_bytes,
     )
+    dataset = TrainBatches(open_reader, range(rank, num_shards, world_size), batch_size)
     # The loader draws a seed for its workers; from a generator of its own, so that training's RNG does not move.
     generator = torch.Generator().manual_seed(seed)
     return StatefulDataLoader(dataset, batch_size=None, num_workers=config.num_workers, generator=generator)
@@ -176,6 +112,7 @@ def build_train_loader(
 
 def build_validation_batches(
     config: DataConfig,
+    sources: Mapping[str, SplitSource],
     weights: Mapping[str, float],
     *,
     seq_len: int,
@@ -192,6 +129,7 @@ def build_validation_batches(
 
     Args:
         config: The ``[data]`` section.
+        sources: What ``load_sources(config)`` returned.
         weights: Source name -> share of the slice; normalised.
         seq_len: L.
         batch_size: B.
@@ -202,9 +140,8 @@ def build_validation_batches(
         world_size: How many of them there are.
 
     Raises:
-        ValueError: If no source of ``weights`` has a held-out document, or a source cannot be read.
+        ValueError: If no source of ``weights`` has a held-out document.
     """
-    sources = load_sources(config)
     names = sorted(name for name, weight in weights.items() if weight > 0)
     total = sum(weights[name] for name in names)
     if not any(len(sources[name].held_out) for name in names):
@@ -237,7 +174,7 @@ def _held_out_slice(source: SplitSource, num_bytes: int, max_document_bytes: int
     if not len(source.held_out):
         logger.warning("data.sources.%s has no held-out document: it takes no part in validation", source.name)
     documents: list[bytes] = []
-    for index in permutation(len(source.held_out), seed=seed, epoch=0, source=source.name):
+    for index in permutation(len(source.held_out), f"{seed}/0/{source.name}"):
         document = source.held_out_document(int(index))
         if max_document_bytes:
             document = cut_at_character_boundary(document, max_document_bytes)

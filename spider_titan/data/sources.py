@@ -7,7 +7,7 @@ seeds. Two documents with the same bytes are on the same side, so nothing that i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -165,16 +165,12 @@ class SourceSummary:
         return text
 
 
-def describe(config: DataConfig) -> list[SourceSummary]:
-    """Counts what each source that some phase reads holds.
-
-    Raises:
-        ValueError: As ``load_sources``.
-    """
+def describe(sources: Mapping[str, SplitSource], max_document_bytes: int) -> list[SourceSummary]:
+    """Counts what each source holds, and what a limit of ``max_document_bytes`` drops; 0: no limit."""
     summaries = []
-    for name, split in load_sources(config).items():
+    for name, split in sources.items():
         sizes, held_out_sizes = split.source.sizes[split.train], split.source.sizes[split.held_out]
-        excess = np.maximum(sizes - config.max_document_bytes, 0) if config.max_document_bytes else np.zeros_like(sizes)
+        excess = np.maximum(sizes - max_document_bytes, 0) if max_document_bytes else np.zeros_like(sizes)
         summaries.append(
             SourceSummary(
                 name=name,

@@ -9,6 +9,7 @@ from torch import nn
 
 from spider_titan.plugins import activation_checkpoint, compile, float8, fsdp
 from spider_titan.plugins.context import PluginContext
+from spider_titan.plugins.fsdp import materialize
 from spider_titan.spec import ModelSpec
 
 
@@ -79,4 +80,4 @@ def after_step(model: nn.Module, context: PluginContext) -> None:
             plugin.after_step(model, context)
 
 
-__all__ = ["Plugin", "PluginContext", "after_step", "apply_plugins", "plugin_order", "register_plugin"]
+__all__ = ["Plugin", "PluginContext", "after_step", "apply_plugins", "materialize", "plugin_order", "register_plugin"]

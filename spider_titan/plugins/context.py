@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -10,6 +11,9 @@ from spider_titan.distributed import ParallelismConfig
 from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
 from spider_titan.plugins.compile import CompileConfig
 from spider_titan.plugins.precision import PrecisionConfig
+
+if TYPE_CHECKING:
+    from spider_titan.config import JobConfig
 
 
 @dataclass(frozen=True)
@@ -21,3 +25,8 @@ class PluginContext:
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+
+    @classmethod
+    def from_config(cls, config: JobConfig, mesh: DeviceMesh) -> PluginContext:
+        """The sections of a run."""
+        return cls(mesh, config.precision, config.activation_checkpoint, config.compile, config.parallelism)

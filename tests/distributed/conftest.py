@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test in this folder starts ranks."""
+    for item in items:
+        if "distributed" in item.path.parts:
+            item.add_marker(pytest.mark.distributed)

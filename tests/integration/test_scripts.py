@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = ("run_train.sh", "run_tests.sh", "scripts/environment.sh", "pyproject.toml")
-SHELL_SCRIPTS = ("run_train.sh", "run_tests.sh", "scripts/environment.sh", ".ci/run")
+SHELL_SCRIPTS = (*SCRIPTS[:3], "scripts/slurm_train.sh", ".ci/run")
 
 RECORDER = """#!/bin/bash
 # Stands in for python: records its arguments, and answers what the scripts ask of an interpreter.
@@ -30,6 +29,7 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
 esac
 printf '%s|%s\\n' "$PWD" "$*" >>"$FAKE_RECORD"
+printf '%s' "${SPIDER_TITAN_DRY_RUN_RANKS:-}" >"${FAKE_RECORD%/*}/imagined"
 case "$*" in
     "-m pip install"*) exit "${FAKE_INSTALL_STATUS:-0}" ;;
     "-m venv "*) exit 0 ;;
@@ -166,15 +166,35 @@ def test_exit_status_is_passed_on(checkout: Checkout, processes: str, status: in
 def test_more_processes_than_one_go_through_the_launcher(checkout: Checkout) -> None:
     checkout.run("run_train.sh", "--job.config_file", "mine.toml", NGPU="3")
     assert checkout.calls("-m spider") == [
-        "-m spider_titan.launch --standalone --nproc_per_node 3 -m spider_titan.train --job.config_file mine.toml"
+        "-m spider_titan.launch --nproc-per-node 3 --max-restarts 0 -- --job.config_file mine.toml"
     ]
+
+
+def test_one_process_that_may_start_again_goes_through_the_launcher(checkout: Checkout) -> None:
+    checkout.run("run_train.sh", "--job.config_file", "mine.toml", MAX_RESTARTS="2")
+    assert checkout.calls("-m spider") == [
+        "-m spider_titan.launch --nproc-per-node 1 --max-restarts 2 -- --job.config_file mine.toml"
+    ]
+
+
+@pytest.mark.parametrize("option", ["--job.dry_run", "--job.dry-run"])
+def test_a_dry_run_is_one_process_that_knows_how_many_to_imagine(checkout: Checkout, option: str) -> None:
+    result = checkout.run("run_train.sh", "--job.config_file", "m.toml", option, NGPU="64", NNODES="4")
+    assert result.returncode == 0, "no node rank and no master is asked for"
+    assert checkout.calls("-m spider") == [f"-m spider_titan.train --job.config_file m.toml {option}"]
+    assert (checkout.record.parent / "imagined").read_text() == "256"
+
+
+def test_help_is_printed_once(checkout: Checkout) -> None:
+    checkout.run("run_train.sh", "--job.config_file", "m.toml", "--help", NGPU="4")
+    assert checkout.calls("-m spider") == ["-m spider_titan.train --job.config_file m.toml --help"]
 
 
 def test_several_nodes_meet_at_the_master(checkout: Checkout) -> None:
     checkout.run("run_train.sh", "--job.config_file", "m.toml", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     assert checkout.calls("-m spider") == [
-        "-m spider_titan.launch --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500"
-        " --nproc_per_node 1 -m spider_titan.train --job.config_file m.toml"
+        "-m spider_titan.launch --nproc-per-node 1 --max-restarts 0 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1"
+        " --master-port 29500 -- --job.config_file m.toml"
     ]
 
 
@@ -184,6 +204,7 @@ def test_several_nodes_meet_at_the_master(checkout: Checkout) -> None:
         ({"NGPU": "0"}, "NGPU=0: give a whole number of at least 1"),
         ({"NGPU": "two"}, "NGPU=two: give a whole number"),
         ({"NNODES": "-1"}, "NNODES=-1: give a whole number"),
+        ({"MAX_RESTARTS": "some"}, "MAX_RESTARTS=some: give a whole number of at least 0"),
         ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "NODE_RANK=: give a whole number of at least 0"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 needs MASTER_ADDR"),
     ],
@@ -203,7 +224,7 @@ def test_processes_default_to_the_cuda_devices(checkout: Checkout, tmp_path: Pat
     checkout.run("run_train.sh", PATH=path, FAKE_DEVICES=devices)
     (call,) = checkout.calls("-m spider")
     assert call.startswith(launcher)
-    assert ("--nproc_per_node 4" in call) == (devices == "4")
+    assert ("--nproc-per-node 4" in call) == (devices == "4")
 
 
 def test_the_active_environment_gets_the_package_once_and_says_so(checkout: Checkout) -> None:
@@ -289,11 +310,15 @@ def test_tests_run_in_the_repository_with_the_given_arguments(checkout: Checkout
     assert checkout.record.read_text().splitlines()[-1] == f"{checkout.folder}|-m pytest tests/unit -k a and b"
 
 
-@pytest.mark.distributed
-def test_the_launcher_leaves_with_the_status_of_the_rank_that_failed(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import os, sys\nsys.exit(2 if os.environ['RANK'] == '1' else 0)\n")
-    command = [sys.executable, "-m", "spider_titan.launch", "--standalone", "--nproc_per_node", "2", str(program)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
+def test_the_slurm_script_is_for_sbatch_in_the_repository(tmp_path: Path) -> None:
+    for variables in ({}, {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        result = subprocess.run(
+            [str(REPOSITORY / "scripts" / "slurm_train.sh")],
+            cwd=REPOSITORY,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 2
+        assert "submit this script with sbatch, from the folder of the repository" in result.stderr

@@ -1,23 +1,25 @@
 import itertools
 import random
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from spider_titan.curriculum import Curriculum, PhaseConfig
-from spider_titan.data import sources
+from spider_titan.data import loader, sources
 from spider_titan.data.config import DataConfig, SourceConfig
-from spider_titan.data.loader import build_train_loader, build_validation_batches
-from spider_titan.data.order import DocumentOrder
+from spider_titan.data.loader import TrainBatches, build_train_loader, build_validation_batches
 from spider_titan.data.sources import digest, load_sources
 from spider_titan.data.tokenizer import decode
 from spider_titan.spec import Batch
 from spider_titan.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
-SEQ_LEN, BATCH_SIZE, ROWS_PER_STEP = 64, 3, 6
+SEQ_LEN, BATCH_SIZE, NUM_SHARDS = 64, 2, 8
 PHASES = [PhaseConfig(until=0.5, weights={"code": 1}), PhaseConfig(weights={"code": 1, "multilingual": 3})]
 
 
@@ -37,33 +39,46 @@ def config(**arguments: object) -> DataConfig:
 
 def train_batches(count: int, *, seed: int = 1, rank: int = 0, world_size: int = 1, **arguments: object) -> list[Batch]:
     data = config(**arguments)
-    bytes_per_step = ROWS_PER_STEP * SEQ_LEN * world_size
-    loader = build_train_loader(
+    bytes_per_step = NUM_SHARDS * SEQ_LEN
+    batches = build_train_loader(
         data,
+        load_sources(data),
         Curriculum(data.phases, byte_budget=20 * bytes_per_step, bytes_per_step=bytes_per_step),
         seq_len=SEQ_LEN,
         batch_size=BATCH_SIZE,
-        rows_per_step=ROWS_PER_STEP,
+        num_shards=NUM_SHARDS,
+        seed=seed,
         rank=rank,
         world_size=world_size,
-        seed=seed,
     )
-    return list(itertools.islice(loader, count))
+    return list(itertools.islice(batches, count))
+
+
+def rows_by_shard(batches: list[Batch], *, rank: int = 0, world_size: int = 1) -> dict[int, list[list[int]]]:
+    """Shard -> its rows of L + 1 ids, step by step."""
+    inputs = torch.cat([batch.input_ids for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    rows = torch.cat([inputs, targets[:, -1:]], dim=1).tolist()
+    shards = range(rank, NUM_SHARDS, world_size)
+    return {shard: rows[place :: len(shards)] for place, shard in enumerate(shards)}
 
 
 def streams(batches: list[Batch]) -> list[list[int]]:
-    """The ids that each place of a step's rows has had, in order."""
-    inputs = torch.cat([batch.input_ids for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches])
-    return [
-        [int(inputs[place, 0]), *targets[place::ROWS_PER_STEP].flatten().tolist()] for place in range(ROWS_PER_STEP)
-    ]
+    """The ids that a shard has had of a source, in order: a list for each pair."""
+    ids: dict[tuple[int, bool], list[int]] = {}
+    for shard, rows in rows_by_shard(batches).items():
+        for row in rows:
+            stream = ids.setdefault((shard, ord("u") in row), row[:1])
+            assert stream[-1] == row[0]
+            stream += row[1:]
+    return list(ids.values())
 
 
-def whole_documents(places: list[list[int]]) -> list[bytes]:
-    """The documents that begin and end in the ids of a place."""
+def whole_documents(streams: list[list[int]]) -> list[bytes]:
+    """The documents that begin and end in the ids of a stream."""
     documents = []
-    for ids in places:
+    for ids in streams:
         start = None
         for position, number in enumerate(ids):
             if number == BOS_ID:
@@ -80,15 +95,11 @@ def equal(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def test_batches_are_full_rows_of_int64_that_follow_each_other() -> None:
-    batches = train_batches(50)
-    for batch in batches:
+def test_batches_are_full_rows_of_int64() -> None:
+    for batch in train_batches(50):
         assert batch.input_ids.shape == batch.targets.shape == (BATCH_SIZE, SEQ_LEN)
         assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
         assert batch.num_targets == BATCH_SIZE * SEQ_LEN
-    inputs = torch.cat([batch.input_ids for batch in batches])
-    for place, ids in enumerate(streams(batches)):
-        assert inputs[place::ROWS_PER_STEP].flatten().tolist() == ids[:-1]
 
 
 def test_no_held_out_document_is_trained_on_and_no_training_document_is_missing() -> None:
@@ -99,15 +110,27 @@ def test_no_held_out_document_is_trained_on_and_no_training_document_is_missing(
     assert not any(digest(document) < 0.2 * 2**63 for document in seen)
 
 
-def test_a_rank_reads_the_documents_of_its_order() -> None:
-    phases = [PhaseConfig(weights={"code": 1})]
-    split = load_sources(config(phases=phases))["code"]
-    for rank in range(3):
-        seen = Counter(whole_documents(streams(train_batches(120, phases=phases, rank=rank, world_size=3))))
-        order = DocumentOrder(len(split.train), seed=1, source="code", rank=rank, world_size=3)
-        drawn = Counter(split.train_document(order.next()) for _ in range(seen.total() + ROWS_PER_STEP))
-        assert not seen - drawn
-        assert (drawn - seen).total() == ROWS_PER_STEP, "only the documents under way may be missing"
+@pytest.mark.parametrize("longest", [1, 40])
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("code", "multilingual"):
+        documents = [f"{part} {number} ".encode() * (1 + number % longest) for number in range(60)]
+        monkeypatch.setitem(sources._BUILTIN_PARTS, part, lambda documents=documents: documents)
+    phases = [
+        PhaseConfig(until=0.3, weights={"multilingual": 1}),
+        PhaseConfig(until=0.6, weights={"code": 0.2, "multilingual": 0.8}),
+        PhaseConfig(weights={"code": 2, "multilingual": 1}),
+    ]
+    steps, batches_per_step = 25, NUM_SHARDS // BATCH_SIZE
+    alone = rows_by_shard(train_batches(steps * batches_per_step, phases=phases))
+    assert [len(rows) for rows in alone.values()] == [steps] * NUM_SHARDS
+    for world_size in (2, 4):
+        ranks: dict[int, list[list[int]]] = {}
+        for rank in range(world_size):
+            batches = train_batches(
+                steps * batches_per_step // world_size, phases=phases, rank=rank, world_size=world_size
+            )
+            ranks |= rows_by_shard(batches, rank=rank, world_size=world_size)
+        assert ranks == alone
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_does_not() -> None:
@@ -115,9 +138,47 @@ def test_the_same_seed_gives_the_same_batches_and_another_does_not() -> None:
     assert not equal(train_batches(30), train_batches(30, seed=2))
 
 
-def test_workers_change_nothing() -> None:
-    expected = train_batches(41)
-    assert equal(train_batches(41, num_workers=2), expected)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [1, 3, 4])
+def test_workers_change_nothing(num_workers: int) -> None:
+    assert equal(train_batches(41, num_workers=num_workers), train_batches(41))
+
+
+class RecordingReader:
+    """Rows that say their step and shard; keeps which were read."""
+
+    def __init__(self) -> None:
+        self.read_rows: list[tuple[int, int]] = []
+
+    def read(self, step: int, shards: Sequence[int]) -> NDArray[np.int64]:
+        self.read_rows += [(step, shard) for shard in shards]
+        return np.array([[step, shard] for shard in shards])
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_batches", "divides_by"), [(1, 3, 1), (2, 1, 1), (2, 4, 2), (4, 2, 2), (4, 6, 2), (3, 4, 1)]
+)
+def test_a_worker_reads_the_shards_of_its_batches_alone(
+    num_workers: int, num_batches: int, divides_by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, shards = 12, range(1, 1 + 4 * num_batches, 2)
+    made, shard_counts = [], []
+    for worker in range(num_workers):
+        monkeypatch.setattr(
+            loader, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker, num_workers=num_workers)
+        )
+        reader = RecordingReader()
+        batches = TrainBatches(lambda reader=reader: reader, shards, batch_size=2)
+        made.append(list(itertools.islice(batches, steps * num_batches // num_workers)))
+        read = {shard: [step for step, other in reader.read_rows if other == shard] for shard in shards}
+        assert all(steps_of == list(range(len(steps_of))) for steps_of in read.values()), "no step may be left out"
+        shard_counts.append(sum(bool(steps_of) for steps_of in read.values()))
+    assert shard_counts == [len(shards) // divides_by] * num_workers
+    in_turn = [batch for turn in zip(*made, strict=True) for batch in turn]
+    rows = [
+        [int(step), int(shard)] for batch in in_turn for step, shard in zip(batch.input_ids, batch.targets, strict=True)
+    ]
+    assert rows == [[step, shard] for step in range(steps) for shard in shards]
 
 
 def test_the_loader_leaves_training_rng_alone() -> None:
@@ -134,7 +195,9 @@ def test_a_source_without_weight_is_reported(caplog: pytest.LogCaptureFixture) -
 def validation_by_source(rank: int = 0, world_size: int = 1, **arguments: object) -> dict[str, list[Batch]]:
     settings = {"weights": {"code": 1, "multilingual": 3}, "num_bytes": 400, "seed": 1, "seq_len": SEQ_LEN, **arguments}
     data = settings.pop("config", None) or config()
-    return build_validation_batches(data, batch_size=BATCH_SIZE, rank=rank, world_size=world_size, **settings)
+    return build_validation_batches(
+        data, load_sources(data), batch_size=BATCH_SIZE, rank=rank, world_size=world_size, **settings
+    )
 
 
 def validation(**arguments: object) -> list[Batch]:

@@ -10,7 +10,7 @@ import pytest
 from spider_titan.curriculum import PhaseConfig
 from spider_titan.data import corpus
 from spider_titan.data.config import DataConfig, SourceConfig
-from spider_titan.data.sources import BuiltinSource, SplitSource, describe, digest
+from spider_titan.data.sources import BuiltinSource, SplitSource, describe, digest, load_sources
 
 
 def numbered(count: int) -> list[bytes]:
@@ -66,7 +66,7 @@ def test_describe_counts_what_is_there_and_what_is_cut(tmp_path: Path) -> None:
         held_out_fraction=0.2,
         max_document_bytes=60,
     )
-    (summary,) = describe(config)
+    (summary,) = describe(load_sources(config), config.max_document_bytes)
     train = [document for document in documents if digest(document) >= 0.2 * 2**63]
     assert (summary.documents, summary.bytes) == (len(train), sum(map(len, train)))
     assert summary.documents + summary.held_out_documents == 100

@@ -170,7 +170,15 @@ def _flex_mask(documents: Tensor, window: int) -> BlockMask:
     )
 
 
+def _flex() -> Callable[..., Any]:
+    if torch.compiler.is_compiling():
+        # It becomes a part of the graph of the block that is being compiled.
+        return flex_attention
+    return _compiled_flex()
+
+
 @cache
-def _flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., Any]:
     # Uncompiled, flex_attention materialises the full score matrix.
-    return torch.compile(flex_attention)
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled

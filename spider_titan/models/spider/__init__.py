@@ -55,7 +55,10 @@ def init_weights(model: Spider, seed: int) -> None:
 
 
 def blocks(model: Spider) -> list[Block]:
-    """Prelude and coda blocks run once; the core is one unit that loops inside; two units keep out of float8."""
+    """Prelude and coda blocks run once; the core is one unit that loops inside; two units keep out of float8.
+
+    So do halting, which computes in fp32, and the adapter, whose two thin products float8 would only slow down.
+    """
     config = model.config
     core_parts = (
         *(f"core.layers.{index}" for index in range(config.num_recurrent_layers)),
@@ -65,7 +68,7 @@ def blocks(model: Spider) -> list[Block]:
         *(Block(f"prelude.{index}") for index in range(config.num_prelude_layers)),
         Block("boundary_predictor", compute_dtype="float32", float8=False),
         Block("engram", float8=False),
-        Block("core", kind="looped", parts=core_parts),
+        Block("core", kind="looped", parts=core_parts, high_precision=("core.halt_predictor", "core.adapter.*")),
         *(Block(f"coda.{index}") for index in range(config.num_coda_layers)),
     ]
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spider_titan.models.common.grouped import grouped_mm
 from spider_titan.models.spider.config import SpiderConfig
 
 # Grouped kernels want aligned groups. And a row of a matrix product may round differently in a product of few rows:
@@ -104,8 +105,8 @@ class SharedProjectionMoE(nn.Module):
         slot_A, offsets_E, num_rows = dispatch(experts_NK.flatten(), self.W_gate.shape[0])
         token_A = torch.arange(num_tokens, device=x_ND.device).repeat_interleave(top_k)
         source = torch.zeros(num_rows, dtype=torch.int64, device=x_ND.device).scatter(0, slot_A, token_A)
-        low = F.grouped_mm(x_ND.index_select(0, source), self.W_gate, offs=offsets_E)
-        gates = F.silu(F.grouped_mm(low, self.W_transform, offs=offsets_E))
+        low = grouped_mm(x_ND.index_select(0, source), self.W_gate, offsets_E)
+        gates = F.silu(grouped_mm(low, self.W_transform, offsets_E))
         gates_NKM = gates.index_select(0, slot_A).unflatten(0, (num_tokens, top_k))
         return (gates_NKM * weights_NK[..., None].to(gates.dtype)).sum(1)
 

@@ -1,0 +1,109 @@
+import random
+
+import pytest
+
+from spider_titan.curriculum import Curriculum, PhaseConfig
+from spider_titan.data.order import permutation
+from spider_titan.data.rows import RowReader
+from spider_titan.data.sources import BuiltinSource, SplitSource
+from spider_titan.vocabulary import BOS_ID, EOS_ID
+
+# Each source writes with a byte of its own, so that a row tells where its ids come from.
+MARKS = {"a": b"a", "b": b"b", "c": b"c"}
+SEQ_LEN, NUM_SHARDS, STEPS, SEED = 16, 6, 100, 3
+PHASES = [
+    PhaseConfig(until=0.3, weights={"a": 1}),
+    PhaseConfig(until=0.6, weights={"a": 7, "b": 3}),
+    PhaseConfig(until=1.0, weights={"a": 0.2, "b": 0.0, "c": 0.5}),
+]
+
+
+def make_sources(longest: int) -> dict[str, SplitSource]:
+    rng = random.Random(longest)
+    return {
+        name: SplitSource(name, BuiltinSource([mark * rng.randint(0, longest) for _ in range(50)]), 0.05)
+        for name, mark in MARKS.items()
+    }
+
+
+def make_reader(sources: dict[str, SplitSource], max_document_bytes: int = 0, seed: int = SEED) -> RowReader:
+    return RowReader(
+        sources,
+        Curriculum(PHASES, byte_budget=STEPS * NUM_SHARDS * SEQ_LEN, bytes_per_step=NUM_SHARDS * SEQ_LEN),
+        seq_len=SEQ_LEN,
+        num_shards=NUM_SHARDS,
+        seed=seed,
+        max_document_bytes=max_document_bytes,
+    )
+
+
+def source_of(row: list[int]) -> str:
+    names = [name for name, mark in MARKS.items() if mark[0] in row]
+    assert len(names) == 1, "a row is of one source"
+    return names[0]
+
+
+def expected_stream(source: SplitSource, shard: int, num_ids: int, limit: int) -> list[int]:
+    """The documents of a shard back to back, from the concatenated epochs of the source, with plain lists."""
+    order, stream = [], []
+    epoch = 0
+    while len(stream) < num_ids:
+        order += permutation(len(source.train), f"{SEED}/{epoch}/{source.name}").tolist()
+        epoch += 1
+        stream = []
+        for number in order[shard::NUM_SHARDS]:
+            document = source.train_document(number)
+            stream += [BOS_ID, *(document[:limit] if limit else document), EOS_ID]
+    return stream[:num_ids]
+
+
+@pytest.mark.parametrize(("longest", "limit"), [(20, 0), (400, 0), (400, 50), (2000, 0)])
+def test_every_id_of_a_stream_is_a_target_once(longest: int, limit: int) -> None:
+    sources = make_sources(longest)
+    reader = make_reader(sources, limit)
+    streams: dict[tuple[int, str], list[int]] = {}
+    for step in range(STEPS):
+        for shard, row in enumerate(reader.read(step, range(NUM_SHARDS)).tolist()):
+            assert len(row) == SEQ_LEN + 1
+            stream = streams.setdefault((shard, source_of(row)), row[:1])
+            assert stream[-1] == row[0]
+            stream += row[1:]
+    assert len(streams) == NUM_SHARDS * len(MARKS)
+    for (shard, name), stream in streams.items():
+        assert stream == expected_stream(sources[name], shard, len(stream), limit)
+
+
+def test_phases_switch_at_their_step_and_have_their_shares() -> None:
+    reader = make_reader(make_sources(400))
+    rows = [source_of(row) for step in range(STEPS) for row in reader.read(step, range(NUM_SHARDS)).tolist()]
+    shares = [{"a": 1}, {"a": 0.7, "b": 0.3}, {"a": 2 / 7, "c": 5 / 7}]
+    for steps, expected in zip([range(30), range(30, 60), range(60, 100)], shares, strict=True):
+        part = rows[steps.start * NUM_SHARDS : steps.stop * NUM_SHARDS]
+        assert set(part) == set(expected)
+        for name, share in expected.items():
+            assert abs(part.count(name) - share * len(part)) <= 1
+
+
+def test_shards_are_read_alone_as_among_others() -> None:
+    sources = make_sources(400)
+    together, alone = make_reader(sources), [make_reader(sources) for _ in range(NUM_SHARDS)]
+    for step in range(STEPS):
+        expected = together.read(step, range(NUM_SHARDS)).tolist()
+        assert [alone[shard].read(step, [shard])[0].tolist() for shard in range(NUM_SHARDS)] == expected
+
+
+def test_positions_and_packers_are_the_whole_state() -> None:
+    sources = make_sources(400)
+    reader, resumed = make_reader(sources), make_reader(sources)
+    for step in range(45):
+        reader.read(step, range(NUM_SHARDS))
+    resumed.positions, resumed.packers = dict(reader.positions), reader.packers
+    rest = [resumed.read(step, range(NUM_SHARDS)).tolist() for step in range(45, STEPS)]
+    through = make_reader(sources)
+    assert [through.read(step, range(NUM_SHARDS)).tolist() for step in range(STEPS)][45:] == rest
+
+
+def test_another_seed_reads_in_another_order() -> None:
+    sources = make_sources(400)
+    first, second = (make_reader(sources, seed=seed).read(0, range(NUM_SHARDS)).tolist() for seed in (1, 2))
+    assert first != second
