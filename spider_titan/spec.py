@@ -24,14 +24,17 @@ class Batch:
     Args:
         input_ids: int64 [B, L].
         targets: int64 [B, L], the id that follows each input id; ``PAD_ID`` where there is none to predict.
+        position: Where the data goes on after this batch, as the loader that made it wants to be told.
     """
 
     input_ids: Tensor
     targets: Tensor
+    position: Any = None
 
     def to(self, device: torch.device) -> Batch:
         """A copy on ``device``."""
-        return Batch(self.input_ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        ids, targets = self.input_ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
+        return Batch(ids, targets, self.position)
 
     @property
     def num_targets(self) -> int:

@@ -21,7 +21,7 @@ from spider_titan.curriculum import Curriculum
 from spider_titan.data.config import DataConfig
 from spider_titan.data.order import permutation
 from spider_titan.data.packing import pack_all
-from spider_titan.data.rows import RowReader
+from spider_titan.data.rows import Cursors, RowReader
 from spider_titan.data.sources import SplitSource
 from spider_titan.data.tokenizer import Ids, cut_at_character_boundary, encode
 from spider_titan.spec import Batch
@@ -41,15 +41,21 @@ class TrainBatches(IterableDataset[Batch]):
     batches, and of no others. So workers divide the reading where a step has a multiple of W batches; where it has one
     batch, each worker reads all of it, and what they divide is the making of tensors.
 
+    A batch's ``position`` holds the cursors of its shards after it, so what a worker has read ahead does not matter.
+
     Args:
-        open_reader: Makes a reader that stands before step 0.
+        open_reader: Makes a reader that stands before ``first_step``.
         shards: Those of this rank, in the order of their rows.
         batch_size: B; divides the number of shards.
+        first_step: Step of the first batches.
     """
 
-    def __init__(self, open_reader: Callable[[], RowReader], shards: Sequence[int], batch_size: int) -> None:
+    def __init__(
+        self, open_reader: Callable[[], RowReader], shards: Sequence[int], batch_size: int, first_step: int = 0
+    ) -> None:
         assert len(shards) % batch_size == 0
         self._open_reader = open_reader
+        self._first_step = first_step
         self._batches = [shards[start : start + batch_size] for start in range(0, len(shards), batch_size)]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -60,9 +66,9 @@ class TrainBatches(IterableDataset[Batch]):
         stride = math.gcd(num_workers, len(self._batches))
         for number in itertools.count(worker_id % stride, stride):
             step, place = divmod(number, len(self._batches))
-            rows = reader.read(step, self._batches[place])
+            rows = reader.read(self._first_step + step, self._batches[place])
             if number % num_workers == worker_id:
-                yield to_batch(rows)
+                yield to_batch(rows, reader.cursors(self._batches[place]))
 
 
 def build_train_loader(
@@ -76,6 +82,8 @@ def build_train_loader(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
+    first_step: int = 0,
+    cursors: Cursors | None = None,
 ) -> Iterable[Batch]:
     """Returns an endless iterable of this rank's micro-batches [B, L]; every row is full.
 
@@ -92,6 +100,8 @@ def build_train_loader(
         seed: ``training.seed``.
         rank: This rank among the data-parallel ones.
         world_size: How many of them there are.
+        first_step: Step to begin with.
+        cursors: Where streams go on, of all shards; the merged ``position`` of the last batches of the step before.
     """
     for name in sorted(set(config.sources) - set(config.used_sources)):
         logger.warning("data.sources.%s is not read: no phase gives it a weight", name)
@@ -103,8 +113,9 @@ def build_train_loader(
         num_shards=num_shards,
         seed=seed,
         max_document_bytes=config.max_document_bytes,
+        cursors=cursors,
     )
-    dataset = TrainBatches(open_reader, range(rank, num_shards, world_size), batch_size)
+    dataset = TrainBatches(open_reader, range(rank, num_shards, world_size), batch_size, first_step)
     # The loader draws a seed for its workers; from a generator of its own, so that training's RNG does not move.
     generator = torch.Generator().manual_seed(seed)
     return StatefulDataLoader(dataset, batch_size=None, num_workers=config.num_workers, generator=generator)
@@ -185,7 +196,13 @@ def _held_out_slice(source: SplitSource, num_bytes: int, max_document_bytes: int
     return documents
 
 
-def to_batch(rows: Ids) -> Batch:
+def to_batch(rows: Ids, position: Cursors | None = None) -> Batch:
     """Splits rows [B, L + 1] into inputs and targets."""
     ids = torch.from_numpy(rows.astype(np.int64))
-    return Batch(input_ids=ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous())
+    return Batch(input_ids=ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), position=position)
+
+
+def merge_cursors(into: Cursors, newer: Cursors) -> None:
+    """Overwrites the cursors of the streams that ``newer`` has."""
+    for source, cursors in newer.items():
+        into.setdefault(source, {}).update(cursors)

@@ -14,6 +14,7 @@ from spider_titan.curriculum import Curriculum, PhaseConfig
 from spider_titan.data import loader, sources
 from spider_titan.data.config import DataConfig, SourceConfig
 from spider_titan.data.loader import TrainBatches, build_train_loader, build_validation_batches
+from spider_titan.data.rows import Cursors
 from spider_titan.data.sources import digest, load_sources
 from spider_titan.data.tokenizer import decode
 from spider_titan.spec import Batch
@@ -153,6 +154,9 @@ class RecordingReader:
     def read(self, step: int, shards: Sequence[int]) -> NDArray[np.int64]:
         self.read_rows += [(step, shard) for shard in shards]
         return np.array([[step, shard] for shard in shards])
+
+    def cursors(self, shards: Sequence[int]) -> Cursors:
+        return {}
 
 
 @pytest.mark.parametrize(

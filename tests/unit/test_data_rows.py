@@ -3,8 +3,9 @@ import random
 import pytest
 
 from spider_titan.curriculum import Curriculum, PhaseConfig
+from spider_titan.data.loader import merge_cursors
 from spider_titan.data.order import permutation
-from spider_titan.data.rows import RowReader
+from spider_titan.data.rows import Cursor, Cursors, RowReader
 from spider_titan.data.sources import BuiltinSource, SplitSource
 from spider_titan.vocabulary import BOS_ID, EOS_ID
 
@@ -26,7 +27,9 @@ def make_sources(longest: int) -> dict[str, SplitSource]:
     }
 
 
-def make_reader(sources: dict[str, SplitSource], max_document_bytes: int = 0, seed: int = SEED) -> RowReader:
+def make_reader(
+    sources: dict[str, SplitSource], max_document_bytes: int = 0, seed: int = SEED, cursors: Cursors | None = None
+) -> RowReader:
     return RowReader(
         sources,
         Curriculum(PHASES, byte_budget=STEPS * NUM_SHARDS * SEQ_LEN, bytes_per_step=NUM_SHARDS * SEQ_LEN),
@@ -34,6 +37,7 @@ def make_reader(sources: dict[str, SplitSource], max_document_bytes: int = 0, se
         num_shards=NUM_SHARDS,
         seed=seed,
         max_document_bytes=max_document_bytes,
+        cursors=cursors,
     )
 
 
@@ -92,15 +96,42 @@ def test_shards_are_read_alone_as_among_others() -> None:
         assert [alone[shard].read(step, [shard])[0].tolist() for shard in range(NUM_SHARDS)] == expected
 
 
-def test_positions_and_packers_are_the_whole_state() -> None:
+@pytest.mark.parametrize(("longest", "limit"), [(5, 0), (400, 0), (400, 50), (2000, 0)])
+def test_cursors_are_the_whole_state(longest: int, limit: int) -> None:
+    """Two resumes, the second with other owners of the shards, against a reader that is never stopped."""
+    sources = make_sources(longest)
+    through = make_reader(sources, limit)
+    expected = [through.read(step, range(NUM_SHARDS)).tolist() for step in range(STEPS)]
+    cursors: Cursors = {}
+    for start, end, owners in ((0, 7, 1), (7, 45, 2), (45, STEPS, 3)):
+        readers = [make_reader(sources, limit, cursors=cursors) for _ in range(owners)]
+        for step in range(start, end):
+            for owner, reader in enumerate(readers):
+                shards = range(owner, NUM_SHARDS, owners)
+                assert reader.read(step, shards).tolist() == expected[step][owner::owners]
+        cursors = {}
+        for owner, reader in enumerate(readers):
+            merge_cursors(cursors, reader.cursors(range(owner, NUM_SHARDS, owners)))
+    assert cursors == through.cursors(range(NUM_SHARDS))
+
+
+def test_a_resume_reads_nothing_of_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = make_sources(400)
-    reader, resumed = make_reader(sources), make_reader(sources)
-    for step in range(45):
+    reader = make_reader(sources)
+    for step in range(STEPS - 1):
         reader.read(step, range(NUM_SHARDS))
-    resumed.positions, resumed.packers = dict(reader.positions), reader.packers
-    rest = [resumed.read(step, range(NUM_SHARDS)).tolist() for step in range(45, STEPS)]
-    through = make_reader(sources)
-    assert [through.read(step, range(NUM_SHARDS)).tolist() for step in range(STEPS)][45:] == rest
+    resumed = make_reader(sources, cursors=reader.cursors(range(NUM_SHARDS)))
+    read: list[int] = []
+    document = BuiltinSource.document
+    monkeypatch.setattr(BuiltinSource, "document", lambda self, index: read.append(index) or document(self, index))
+    resumed.read(STEPS - 1, range(NUM_SHARDS))
+    assert len(read) <= 2 * NUM_SHARDS
+
+
+def test_a_source_that_has_changed_is_refused() -> None:
+    cursors: Cursors = {"a": {shard: Cursor(shard, 500) for shard in range(NUM_SHARDS)}}
+    with pytest.raises(ValueError, match=r"data\.sources\.a: the document to go on in has .* of which 500 were read"):
+        make_reader(make_sources(400), cursors=cursors).read(0, range(NUM_SHARDS))
 
 
 def test_another_seed_reads_in_another_order() -> None:
