@@ -20,6 +20,7 @@ import pydantic
 import tomli_w
 import tyro
 
+from spider_titan.checkpoint.config import CheckpointConfig
 from spider_titan.config_cli import Choice, options_given, override, read_choice
 from spider_titan.config_schema import Schema, annotations_of, convert, drop_unset, dump, nearest
 from spider_titan.data.config import DataConfig
@@ -63,6 +64,8 @@ class JobSection:
     """TOML file to read. On the command line only: a file names the one it builds on with extends."""
     dump_folder: str = "outputs/run"
     """The run directory: effective configuration, logs, metrics and curves."""
+    time_limit: float | None = None
+    """Seconds after which the run saves and ends with exit status 75, to be started again. Unset: no limit."""
     dry_run: Annotated[bool, pydantic.Field(exclude=True)] = field(default=False, compare=False)
     """Build, shard and describe the model on imagined ranks (NGPU x NNODES), then stop. On the command line only."""
     import_: Annotated[
@@ -76,6 +79,8 @@ class JobSection:
     def __post_init__(self) -> None:
         if not self.dump_folder:
             raise ValueError("dump_folder is empty: name a folder, such as outputs/run")
+        if self.time_limit is not None and self.time_limit <= 0:
+            raise ValueError(f"time_limit = {self.time_limit} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
     data: DataConfig
+    checkpoint: CheckpointConfig
     metrics: MetricsConfig
     validation: ValidationConfig
 
@@ -180,6 +186,8 @@ def check(config: JobConfig, *, world_size: int | None = None) -> None:
         config.parallelism.degrees(ranks)
         _check_length(config, ranks)
         _check_context(config)
+        if config.job.time_limit is not None and not config.checkpoint.enable:
+            raise ValueError("job.time_limit needs checkpoint.enable = true: a run that ends early must be saved")
         activation_checkpoint.check(config.activation_checkpoint, config.compile)
     except ValueError as error:
         raise ConfigError(f"{config.job.config_file or 'defaults'} with the command line: {error}") from error

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from spider_titan.console import setup_console
 from spider_titan.failure import DONE, FAILED, SIGNALLED, Failure, read_failure
+from spider_titan.interrupt import RESUMABLE
 
 # Run as a program this module is called "__main__", which is outside the package's logger.
 logger = logging.getLogger("spider_titan.launch")
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs all ranks of this node to their end.
 
     Returns:
-        Exit status: 0, or that of the failure that came first in the last attempt; 128 + signal if a signal ended it.
+        Exit status: 0; 75 if the run was asked to stop and is saved; that of the failure that came first in the last
+        attempt; 128 + signal if a signal ended it.
     """
     setup_console()
     options = _read(arguments)
@@ -62,12 +64,17 @@ def main(arguments: Sequence[str]) -> int:
             result = agent.run()
             spec.rdzv_handler.shutdown()
         except SignalException as error:
+            # The agent has passed it on, and waited for ranks that save what they have.
+            if agent.stopped():
+                return RESUMABLE
             logger.error("stopped by signal %d (%s)", error.sigval, error.sigval.name)
             return SIGNALLED + error.sigval
         except (RendezvousError, dist.DistError) as error:
             logger.error("%s", _explain_meeting(options, error))
             return FAILED
-    return agent.failures[-1].status if result.is_failed() else DONE
+    if result.is_failed():
+        return agent.failures[-1].status
+    return RESUMABLE if agent.stopped() else DONE
 
 
 class Agent(LocalElasticAgent):
@@ -84,10 +91,18 @@ class Agent(LocalElasticAgent):
         """The first of each attempt that failed."""
         self._ended: dict[int, float] = {}
 
+    def stopped(self) -> bool:
+        """Whether all ranks have ended because the run was asked to stop, with its state saved."""
+        assert isinstance(self._pcontext, SubprocessContext), "ranks are programs"
+        return {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()} == {RESUMABLE}
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """The agent's look at its ranks; it ends them all as soon as it sees one that failed."""
         assert isinstance(self._pcontext, SubprocessContext), "ranks are programs"
         statuses = {rank: handler.proc.poll() for rank, handler in self._pcontext.subprocess_handlers.items()}
+        if self.stopped():
+            # To the agent that is no failure, after which it would start them again.
+            return RunResult(state=WorkerState.SUCCEEDED)
         for rank, status in statuses.items():
             if status:
                 self._ended.setdefault(rank, time.time())

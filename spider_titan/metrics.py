@@ -69,15 +69,20 @@ class MetricsLogger:
         metrics_file: JSON lines are appended here; each is on disk when the call returns.
         total_steps: Steps of the whole run, shown beside the step.
         tensorboard_folder: None: no TensorBoard.
+        first_step: Steps that are done already. What an earlier leg of the run has logged beyond them is dropped,
+            since those steps come again.
 
     Raises:
         DiskError: From every method, if something cannot be written.
     """
 
-    def __init__(self, metrics_file: Path, *, total_steps: int, tensorboard_folder: Path | None = None) -> None:
+    def __init__(
+        self, metrics_file: Path, *, total_steps: int, tensorboard_folder: Path | None = None, first_step: int = 0
+    ) -> None:
         self._metrics_file = metrics_file
         self._total_steps = total_steps
-        self._tensorboard = TensorBoard(tensorboard_folder) if tensorboard_folder is not None else None
+        drop_lines_beyond(metrics_file, first_step)
+        self._tensorboard = TensorBoard(tensorboard_folder, first_step) if tensorboard_folder is not None else None
 
     def log_train(self, step: int, values: Mapping[str, Value]) -> None:
         """Logs a training step.
@@ -116,21 +121,37 @@ class MetricsLogger:
             self._tensorboard.add(step, values)
 
 
+def drop_lines_beyond(metrics_file: Path, step: int) -> None:
+    """Keeps the whole lines up to ``step``; a process that was killed while it wrote leaves half a line."""
+    with explain_disk_errors(metrics_file):
+        if not metrics_file.exists():
+            return
+        text = metrics_file.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if len(kept) != len(lines):
+            temporary = metrics_file.with_name(f".{metrics_file.name}.new")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(metrics_file)
+
+
 class TensorBoard:
     """Curves of the numbers, and texts where a string value changes.
 
     Args:
         folder: Where the event files go.
+        first_step: Points of earlier event files beyond it are not shown any more.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
         # TensorBoard takes a second to import, which a run without it need not spend.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
         self._last_texts: dict[str, str] = {}
         with explain_disk_errors(folder):
-            self._writer: SummaryWriter = SummaryWriter(str(folder), flush_secs=30)
+            purge_step = first_step + 1 if folder.is_dir() else None
+            self._writer: SummaryWriter = SummaryWriter(str(folder), flush_secs=30, purge_step=purge_step)
 
     def add(self, step: int, values: Mapping[str, Value | None]) -> None:
         """Adds a point to the curve of every number, and a text for every string that is not the last one."""

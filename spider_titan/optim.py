@@ -6,7 +6,7 @@ Which parameters form a group, and how it departs from the base settings, is the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -147,6 +147,37 @@ class GroupedAdamW:
         for settings, group in zip(self.adamw.param_groups, self.groups, strict=True):
             settings["lr"] = lr * group.lr_factor
         self.adamw.step()
+
+    def names(self) -> set[str]:
+        """FQNs of all parameters."""
+        return set(self._named_parameters())
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live state, ``FQN.exp_avg``, ``FQN.exp_avg_sq`` and ``FQN.step``, of parameters that were updated."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._named_parameters().items()
+            for key, value in self.adamw.state.get(parameter, {}).items()
+        }
+
+    @torch.no_grad()
+    def allocate_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Makes state to be filled, and drops what there is."""
+        parameters = self._named_parameters()
+        self.adamw.state.clear()
+        for full_name in names:
+            name, _, key = full_name.rpartition(".")
+            parameter = parameters[name]
+            if key == "step":
+                device = parameter.device if self._config.implementation == "fused" else "cpu"
+                value = torch.zeros((), dtype=torch.float32, device=device)
+            else:
+                value = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            self.adamw.state[parameter][key] = value
+        return self.state_tensors()
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
 
     def zero_grad(self) -> None:
         """Frees the gradients."""

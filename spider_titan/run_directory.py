@@ -4,9 +4,10 @@
     logs/train.log    what the console showed
     metrics.jsonl     one object a logged step
     tb/               TensorBoard events
+    checkpoint/       saved states, if the run saves
 
-One run at a time owns it. An earlier run that is found in it is kept: its folder is renamed to the first free one of
-``FOLDER.1``, ``FOLDER.2`` and so on.
+One run at a time owns it. A run that saves goes on where the one in the folder has come to. Any other run that is found
+in it is kept: its folder is renamed to the first free one of ``FOLDER.1``, ``FOLDER.2`` and so on.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import errno
 import fcntl
 import itertools
 import logging
+import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from spider_titan.checkpoint.folders import steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +48,22 @@ class RunDirectory:
 
     Args:
         path: The value of ``job.dump_folder``; relative paths start at the current folder.
+        goes_on: Whether an earlier run that is found there may be the one that this run goes on with. It is if it has
+            saved a state, or has the same configuration.
+        config_text: The effective configuration.
 
     Raises:
         ValueError: If the folder cannot be created or written, or another run is using it.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, goes_on: bool = False, config_text: str = "") -> None:
         self.path = Path(path).expanduser().resolve()
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"job.dump_folder: {self.path} is a file; name a folder")
         try:
-            if self.config_file.exists() or self.metrics_file.exists():
+            if (self.config_file.exists() or self.metrics_file.exists()) and not (
+                goes_on and self._is_same_run(config_text)
+            ):
                 self._move_aside()
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _acquire_lock(self.path)
@@ -82,6 +92,11 @@ class RunDirectory:
         """TensorBoard's event files; created by whoever writes them."""
         return self.path / "tb"
 
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Saved states."""
+        return self.path / "checkpoint"
+
     def write_config(self, text: str) -> None:
         """Writes the effective configuration.
 
@@ -95,6 +110,11 @@ class RunDirectory:
         """Lets another run use the folder; the end of the process does the same."""
         self._lock.close()
 
+    def _is_same_run(self, config_text: str) -> bool:
+        if steps_in(self.checkpoint_folder):
+            return True
+        return self.config_file.exists() and self.config_file.read_text(encoding="utf-8") == config_text
+
     def _move_aside(self) -> None:
         if Path.cwd().is_relative_to(self.path):
             raise ValueError(
@@ -106,6 +126,19 @@ class RunDirectory:
         with _acquire_lock(self.path):
             self.path.rename(target)
         logger.info("%s held an earlier run; it is kept as %s", self.path, target)
+
+
+_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+"""Lock files that this process has open. A lock belongs to the open file, so a child of a fork would hold it too, and
+go on holding it when this process is killed."""
+
+
+def _close_in_child() -> None:
+    for lock_file in list(_held):
+        lock_file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _acquire_lock(folder: Path) -> IO[str]:
@@ -127,4 +160,5 @@ def _acquire_lock(folder: Path) -> IO[str]:
             lock_file.close()
             raise
         logger.warning("the file system of %s has no locks: do not start a second run in that folder", folder)
+    _held.add(lock_file)
     return lock_file

@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from spider_titan import dry_run
 from spider_titan.config import load_config, num_ranks, to_toml
 from spider_titan.console import FATAL, setup_console
 from spider_titan.distributed import imagine_world, join_world
 from spider_titan.failure import DONE, SIGNALLED, USER_MISTAKE, Failure, announce, explain, is_launched, save_failure
+from spider_titan.interrupt import RESUMABLE, Stopped, StopRequest
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
 
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     setup_console(rank=rank)
     try:
         _run(arguments)
+    except Stopped as stopped:
+        logger.info("%s", stopped)
+        return RESUMABLE
     except KeyboardInterrupt:
         logger.error("interrupted", extra=FATAL)
         return SIGNALLED + signal.SIGINT
@@ -59,9 +63,11 @@ def _run(arguments: Sequence[str]) -> None:
         with imagine_world(config.parallelism, num_ranks(config)) as world, _mistakes():
             dry_run.run(config, world)
         return
-    with join_world(config.parallelism, config.comm) as world:
+    # Without a place to save, a signal ends the run as it ends any program.
+    listening = StopRequest(config.job.time_limit) if config.checkpoint.enable else nullcontext()
+    with listening as stop_request, join_world(config.parallelism, config.comm) as world:
         with _mistakes():
-            trainer = Trainer(config, to_toml(config), world)
+            trainer = Trainer(config, to_toml(config), world, stop_request)
         trainer.train()
 
 

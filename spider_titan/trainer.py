@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from spider_titan import plugins, startup
+from spider_titan.checkpoint.manager import CheckpointManager
+from spider_titan.checkpoint.training import Progress, load_weights, read_progress, restore, snapshot
 from spider_titan.console import add_log_file
-from spider_titan.curriculum import Curriculum, PhaseConfig
-from spider_titan.data.loader import build_train_loader, build_validation_batches
+from spider_titan.curriculum import Curriculum
+from spider_titan.data.loader import build_train_loader, build_validation_batches, merge_cursors
 from spider_titan.data.sources import SplitSource, load_sources
 from spider_titan.distributed import World, seed_everything
+from spider_titan.interrupt import Stopped, StopRequest
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
@@ -86,10 +91,13 @@ class Trainer:
         config: The effective configuration.
         config_text: The same as TOML, for the run directory.
         world: The ranks.
+        stop_request: Asked before every step and every batch of a validation; default: nothing stops the run.
     """
 
-    def __init__(self, config: JobConfig, config_text: str, world: World) -> None:
-        self.world = world
+    def __init__(
+        self, config: JobConfig, config_text: str, world: World, stop_request: StopRequest | None = None
+    ) -> None:
+        self.world, self.stop_request = world, stop_request or StopRequest()
         self.training = config.training
         self.spec = config.model_spec
         seed_everything(self.training.seed, deterministic=self.training.deterministic)
@@ -101,9 +109,16 @@ class Trainer:
             bytes_per_step=self.bytes_per_step,
         )
         sources = load_sources(config.data)
-        self.micro_batches, self.batches = self._build_data(config, sources)
         self.validator, self.validation_freq = self._build_validator(config, sources), config.validation.freq
-        self.run_directory, self.metrics = self._open_outputs(config, config_text)
+        self.run_directory = self._open_directory(config, config_text)
+        self.checkpoints = self._open_checkpoints(config, config_text)
+        self.last_validation: dict[str, float] = {}
+        self.value_to_compare, self.best_value = math.inf, math.inf
+        """Of the last step, and the lowest so far: held-out bits per byte, or without validation the loss."""
+        self.bytes_before = 0
+        self.progress, saved_step = self._find_progress()
+        self.micro_batches, self.batches = self._build_data(config, sources)
+        self.metrics = self._open_metrics(config)
         startup.log_run(config, sources, world, self.curriculum, self.total_steps)
         self.plugin_context = PluginContext.from_config(config, world.mesh)
         self.model = self._build_model(config)
@@ -113,46 +128,79 @@ class Trainer:
             groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
         )
         startup.log_model(config, self.model, self.bytes_per_step)
+        self._restore(config, saved_step)
         self._warm_up(config)
         self.train_timeout = config.comm.train_timeout_seconds
         self.log_freq = config.metrics.log_freq
         self.mfu_per_rate = startup.mfu_per_byte_rate(config, world)
-        self.bytes_seen = 0
 
     def train(self) -> None:
-        """Runs all steps, validates at the end, and closes the run directory."""
-        begin = time.perf_counter()
-        rate = RateMeter()
-        validation: dict[str, float] = {}
-        for step in range(self.total_steps):
-            phase = self.curriculum.at(step)
-            self._log_phase_switch(step)
-            context, totals = self._forward_backward(step, phase)
-            norms = self.optimizer.clip(self.training.max_norm)
-            self.optimizer.step(step)
-            self.optimizer.zero_grad()
-            plugins.after_step(self.model, self.plugin_context)
-            totals = self.world.sum_over_ranks(totals)
-            self.spec.after_step(self.model, totals, context)
-            self.bytes_seen += context.num_targets
-            if step == 0:
-                self.world.set_timeout(self.train_timeout)
-            rate.count(context.num_targets)
-            done = step + 1
-            if done % self.log_freq == 0 or done in (1, self.total_steps):
-                self._log_step(step, totals, norms, rate)
-            if self.validator and (done % self.validation_freq == 0 or done == self.total_steps):
-                with rate.paused():
-                    validation = self._validate(done, phase)
-        self._finish(time.perf_counter() - begin, validation)
+        """Runs the steps that are left, validates at the end, and closes the run directory.
 
-    def _forward_backward(self, step: int, phase: PhaseConfig) -> tuple[StepContext, dict[str, Tensor]]:
-        """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
+        Raises:
+            Stopped: If a signal or the time limit asked for it; the state is saved.
+        """
+        begin, first_step = time.perf_counter(), self.progress.step
+        self.rate = RateMeter()
+        if self.checkpoints and self.checkpoints.config.create_seed_checkpoint:
+            self._save()
+            self._finish(time.perf_counter() - begin)
+            return
+        if not self.progress.validated:
+            # The run was stopped within this validation.
+            self._validate()
+            self._save(self._reasons_to_keep())
+        if first_step >= self.total_steps:
+            logger.info("nothing is left to do: step %d is saved; more training.steps extend the run", first_step)
+        while self.progress.step < self.total_steps:
+            self._train_step(is_first=self.progress.step == first_step)
+        self._finish(time.perf_counter() - begin)
+
+    def _train_step(self, *, is_first: bool) -> None:
+        step = self.progress.step
+        self._log_phase_switch(step)
+        batches, num_targets = self._next_batches()
+        context, totals = self._forward_backward(step, batches, num_targets)
+        norms = self.optimizer.clip(self.training.max_norm)
+        self.optimizer.step(step)
+        self.optimizer.zero_grad()
+        plugins.after_step(self.model, self.plugin_context)
+        totals = self.world.sum_over_ranks(totals)
+        self.spec.after_step(self.model, totals, context)
+        self._count(batches, num_targets)
+        if is_first:
+            self.world.set_timeout(self.train_timeout)
+        self.rate.count(num_targets)
+        done = self.progress.step
+        if done % self.log_freq == 0 or done in (1, self.total_steps):
+            self._log_step(step, totals, norms, self.rate)
+        if not self.progress.validated:
+            self._validate()
+        self._save_if_due(totals)
+
+    def _next_batches(self) -> tuple[list[Batch], int]:
+        """This rank's micro-batches of a step, and the valid targets of those of all ranks.
+
+        It is here that ranks agree to stop: nothing of the step has been computed yet.
+        """
         batches = [next(self.batches) for _ in range(self.micro_batches)]
         # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
-        local_targets = torch.tensor(sum(batch.num_targets for batch in batches))
+        mine = {
+            "targets": torch.tensor(sum(batch.num_targets for batch in batches)),
+            "stop": torch.tensor(int(bool(self.stop_request.reason))),
+        }
+        sums = self.world.sum_over_ranks(mine)
+        if sums["stop"]:
+            self._stop()
+        return batches, int(sums["targets"])
+
+    def _forward_backward(
+        self, step: int, batches: list[Batch], num_targets: int
+    ) -> tuple[StepContext, dict[str, Tensor]]:
+        """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
+        phase = self.curriculum.at(step)
         context = StepContext(
-            num_targets=int(self.world.sum_over_ranks({"targets": local_targets})["targets"]),
+            num_targets=num_targets,
             boundary_mode=phase.boundary_mode,
             boundary_phase=phase.boundary,
             max_boundary_rate=phase.boundary_capacity,
@@ -165,12 +213,65 @@ class Trainer:
             add_sums(totals, terms.sums)
         return context, totals
 
-    def _validate(self, done: int, phase: PhaseConfig) -> dict[str, float]:
+    def _count(self, batches: list[Batch], num_targets: int) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.bytes_seen += num_targets
+        for batch in batches:
+            merge_cursors(progress.cursors, batch.position)
+        is_due = progress.step % self.validation_freq == 0 or progress.step == self.total_steps
+        progress.validated = not (self.validator and is_due)
+
+    def _validate(self) -> None:
+        """Measures the model after the last step; the result is kept if it is the best so far."""
         assert self.validator is not None
-        values = self.validator.run(self.model, max_boundary_rate=phase.boundary_capacity)
+        capacity = self.curriculum.at(self.progress.step - 1).boundary_capacity
+        with self.rate.paused():
+            values = self.validator.run(self.model, max_boundary_rate=capacity, should_stop=self._agree_to_stop)
+        if values is None:
+            self._stop()
+            return
+        self.progress.validated = True
+        self.last_validation, self.value_to_compare = values, values["validation_bpb"]
         if self.metrics:
-            self.metrics.log_validation(done, values)
-        return values
+            self.metrics.log_validation(self.progress.step, values)
+
+    def _agree_to_stop(self) -> bool:
+        return bool(self.world.sum_over_ranks({"stop": torch.tensor(int(bool(self.stop_request.reason)))})["stop"])
+
+    def _stop(self) -> None:
+        """Saves and ends the run, on all ranks alike."""
+        reason = self.stop_request.reason or "another rank was asked to stop"
+        assert self.checkpoints is not None, "without a place to save nobody listens to such wishes"
+        if not self.checkpoints.has(self.progress.step):
+            self._save()
+        self.checkpoints.close()
+        self._close()
+        raise Stopped(f"{reason}; the state after step {self.progress.step} is saved: the same command goes on")
+
+    def _save_if_due(self, totals: dict[str, Tensor]) -> None:
+        if self.checkpoints is None:
+            return
+        is_due = self.progress.step % self.checkpoints.config.interval == 0 or self.progress.step == self.total_steps
+        if is_due and not self.validator:
+            self.value_to_compare = self.spec.metrics(totals)["loss"]
+        kept_as = self._reasons_to_keep()
+        if is_due or kept_as:
+            self._save(kept_as)
+
+    def _reasons_to_keep(self) -> dict[str, dict[str, Any]]:
+        """Entries of ``kept.json`` for the last step."""
+        assert self.checkpoints is not None
+        kept_as: dict[str, dict[str, Any]] = {"final": {}} if self.progress.step == self.total_steps else {}
+        if self.checkpoints.config.keep_best and self.value_to_compare < self.best_value:
+            self.best_value = self.value_to_compare
+            kept_as["best"] = {"value": self.best_value}
+        return kept_as
+
+    def _save(self, kept_as: dict[str, dict[str, Any]] | None = None) -> None:
+        assert self.checkpoints is not None
+        with self.rate.paused():
+            self.checkpoints.save(snapshot(self.progress, self.model, self.optimizer, self.world), kept_as=kept_as)
 
     def _log_step(self, step: int, totals: dict[str, Tensor], norms: dict[str, Tensor], rate: RateMeter) -> None:
         values = self.spec.metrics(totals)
@@ -187,7 +288,7 @@ class Trainer:
             "lr": lr,
             **{f"lr/{group.name}": lr * group.lr_factor for group in self.optimizer.groups},
             "phase": phase,
-            "bytes_seen": self.bytes_seen,
+            "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),
         }
@@ -202,17 +303,23 @@ class Trainer:
         if step == 0 or index != self.curriculum.index_at(step - 1):
             logger.info("phase %s", startup.describe_phase(self.curriculum, index))
 
-    def _finish(self, seconds: float, validation: dict[str, float]) -> None:
-        if self.metrics:
-            self.metrics.close()
+    def _finish(self, seconds: float) -> None:
+        if self.checkpoints:
+            self.checkpoints.close()
+        validation, num_bytes = self.last_validation.get("validation_bpb"), self.progress.bytes_seen - self.bytes_before
         logger.info(
             "done: %d steps, %s bytes in %s (%s with validation)%s",
-            self.total_steps,
-            f"{self.bytes_seen:,}",
+            self.progress.step,
+            f"{num_bytes:,}",
             format_duration(seconds),
-            format_byte_rate(self.bytes_seen / seconds).strip(),
-            f", held-out bpb {validation['validation_bpb']:.4f}" if validation else "",
+            format_byte_rate(num_bytes / seconds).strip(),
+            f", held-out bpb {validation:.4f}" if validation is not None else "",
         )
+        self._close()
+
+    def _close(self) -> None:
+        if self.metrics:
+            self.metrics.close()
         if self.run_directory:
             logger.info("run directory %s", self.run_directory.path)
             self.run_directory.close()
@@ -230,6 +337,8 @@ class Trainer:
             seed=self.training.seed,
             rank=self.world.rank,
             world_size=self.world.size,
+            first_step=self.progress.step,
+            cursors=self.progress.cursors,
         )
         return rows_per_step // self.world.size // self.training.local_batch_size, iter(loader)
 
@@ -254,16 +363,54 @@ class Trainer:
         plan = WarmUp(config.data.phases, Batch(ids, ids).to(self.world.device), config.validation.enable)
         warm_up(self.model, self.spec, plan)
 
-    def _open_outputs(self, config: JobConfig, config_text: str) -> tuple[RunDirectory | None, MetricsLogger | None]:
-        """The run directory and what is written there; only the reporting rank has them."""
+    def _open_directory(self, config: JobConfig, config_text: str) -> RunDirectory | None:
+        """The run directory; only the reporting rank has it."""
         if not self.world.is_reporter:
-            return None, None
-        directory = RunDirectory(config.job.dump_folder)
+            return None
+        directory = RunDirectory(config.job.dump_folder, goes_on=config.checkpoint.enable, config_text=config_text)
         directory.write_config(config_text)
         add_log_file(directory.log_file)
-        tensorboard = directory.tensorboard_folder if config.metrics.enable_tensorboard else None
-        metrics = MetricsLogger(directory.metrics_file, total_steps=self.total_steps, tensorboard_folder=tensorboard)
-        return directory, metrics
+        return directory
+
+    def _open_checkpoints(self, config: JobConfig, config_text: str) -> CheckpointManager | None:
+        if not config.checkpoint.enable:
+            return None
+        root = Path(config.job.dump_folder).expanduser().resolve() / "checkpoint"
+        return CheckpointManager(root, config.checkpoint, self.world, config_text)
+
+    def _find_progress(self) -> tuple[Progress, int | None]:
+        """How far the run is, and the step of the checkpoint that says so, if there is one."""
+        num_shards = self.training.rows_per_step(self.world.size)
+        step = self.checkpoints.find() if self.checkpoints else None
+        if self.checkpoints is None or step is None:
+            return Progress(num_shards), None
+        progress = read_progress(self.checkpoints, step, num_shards)
+        self.best_value, self.bytes_before = self.checkpoints.best_value(), progress.bytes_seen
+        return progress, step
+
+    def _restore(self, config: JobConfig, saved_step: int | None) -> None:
+        """Fills model and optimizer from the checkpoint that was found, or the weights from one that is named."""
+        if self.checkpoints is None:
+            return
+        if saved_step is not None:
+            restore(self.checkpoints, saved_step, self.model, self.optimizer, self.world)
+            self.checkpoints.go_on_from(saved_step)
+            logger.info("checkpoint: going on after step %d of %d", saved_step, self.total_steps)
+        elif config.checkpoint.initial_load_path:
+            path = Path(config.checkpoint.initial_load_path).expanduser().resolve()
+            load_weights(self.checkpoints, path, self.model)
+            logger.info("checkpoint: initial weights from %s", path)
+        plugins.after_step(self.model, self.plugin_context)
+
+    def _open_metrics(self, config: JobConfig) -> MetricsLogger | None:
+        if self.run_directory is None:
+            return None
+        return MetricsLogger(
+            self.run_directory.metrics_file,
+            total_steps=self.total_steps,
+            tensorboard_folder=self.run_directory.tensorboard_folder if config.metrics.enable_tensorboard else None,
+            first_step=self.progress.step,
+        )
 
     def _build_model(self, config: JobConfig) -> nn.Module:
         """Meta device -> plugins -> memory -> initial weights, which are the same at every world size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,15 @@ class Validator:
         self._spec, self._batches, self._world = spec, batches, world
 
     @torch.no_grad()
-    def run(self, model: nn.Module, *, max_boundary_rate: float) -> dict[str, float]:
+    def run(
+        self, model: nn.Module, *, max_boundary_rate: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
         """Returns ``validation_bpb`` and ``validation_loss`` (nats a target), and ``validation_bpb/NAME`` a source.
 
         Args:
             model: In training mode before and after.
             max_boundary_rate: The slots a row has in the phase in force.
+            should_stop: Asked before every batch, on all ranks alike; if it is true the result is None.
         """
         context = StepContext(num_targets=1, boundary_mode="threshold", max_boundary_rate=max_boundary_rate)
         totals: dict[str, Tensor] = {}
@@ -57,6 +60,9 @@ class Validator:
         for name, batches in self._batches.items():
             sums: dict[str, Tensor] = {}
             for batch in batches:
+                if should_stop():
+                    model.train()
+                    return None
                 add_sums(sums, self._spec.loss(model, batch.to(self._world.device), context).sums)
             sums = self._world.sum_over_ranks(sums)
             by_source[f"validation_bpb/{name}"] = self._spec.metrics(sums)["bpb"]

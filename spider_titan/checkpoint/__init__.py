@@ -1,0 +1,1 @@
+"""Checkpoints: saved states of a run, from which it goes on as if nothing had happened."""
