@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
@@ -272,7 +273,8 @@ class CheckpointManager:
         error = ""
         try:
             action()
-        except Exception as failure:  # Whatever it is, the other ranks must hear of it before this one ends.
+        except (Exception, CheckpointException) as failure:  # The library's own is no Exception.
+            # Whatever it is, the other ranks must hear of it before this one ends.
             error = _reason(failure)
             logger.debug("saving failed", exc_info=True)
         if reason := next(filter(None, self._gather(error)), ""):
