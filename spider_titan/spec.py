@@ -113,6 +113,8 @@ class ParamGroup:
         weight_decay: Whether ``optimizer.weight_decay`` applies.
         starts_after_warmup: No update, no optimizer state and no share in the gradient norm until warm-up is over.
         max_norm: Own clipping bound, applied after the global one.
+        lazy_rows: All are matrices of which a step uses few rows: one with a gradient of zero keeps its weights and its
+            averages.
     """
 
     name: str
@@ -121,6 +123,7 @@ class ParamGroup:
     weight_decay: bool = True
     starts_after_warmup: bool = False
     max_norm: float | None = None
+    lazy_rows: bool = False
 
 
 @dataclass(frozen=True)

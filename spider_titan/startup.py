@@ -67,12 +67,13 @@ def log_model(config: JobConfig, model: nn.Module, bytes_per_step: int) -> None:
         logger.info("parameters: %-18s %15s", part, f"{count:,}")
     for group in spec.param_groups(model):
         logger.info(
-            "group: %-18s %4d tensors %15s parameters  lr x%g%s%s%s",
+            "group: %-18s %4d tensors %15s parameters  lr x%g%s%s%s%s",
             group.name,
             len(group.parameters),
             f"{sum(parameter.numel() for parameter in group.parameters.values()):,}",
             group.lr_factor,
             "  decays" if group.weight_decay else "  no decay",
+            "  rows move when hit" if group.lazy_rows else "",
             "  starts after warm-up" if group.starts_after_warmup else "",
             f"  own clip {group.max_norm:g}" if group.max_norm is not None else "",
         )

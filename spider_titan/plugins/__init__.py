@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from spider_titan.plugins import activation_checkpoint, compile, float8, fsdp
+from spider_titan.plugins import activation_checkpoint, compile, fsdp, quantize
 from spider_titan.plugins.context import PluginContext
 from spider_titan.plugins.fsdp import materialize
 from spider_titan.spec import ModelSpec
@@ -32,7 +32,7 @@ class Plugin:
 
 _PLUGINS = [
     # Linears are exchanged while they are plain modules.
-    Plugin("float8", float8.apply, float8.after_step),
+    Plugin("float8", quantize.apply, quantize.after_step),
     # Within the compiled graph, so that the compiler sees what is recomputed.
     Plugin("activation_checkpoint", activation_checkpoint.apply),
     Plugin("compile", compile.apply),

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spider_titan.distributed import ParallelismConfig
 from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
+from spider_titan.plugins.capability import resolve
 from spider_titan.plugins.compile import CompileConfig
 from spider_titan.plugins.precision import PrecisionConfig
 
@@ -28,5 +29,11 @@ class PluginContext:
 
     @classmethod
     def from_config(cls, config: JobConfig, mesh: DeviceMesh) -> PluginContext:
-        """The sections of a run."""
-        return cls(mesh, config.precision, config.activation_checkpoint, config.compile, config.parallelism)
+        """The sections of a run, with the precision that its devices can compute in.
+
+        Raises:
+            ValueError: If that is not the one named, and ``precision.strict`` is set.
+        """
+        return cls(
+            mesh, resolve(config.precision, mesh), config.activation_checkpoint, config.compile, config.parallelism
+        )

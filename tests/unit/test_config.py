@@ -224,7 +224,10 @@ WRONG_FILES = [
     ("[optimizer]\nlr = -1", r"run.toml: optimizer: lr = -1.0 must be above 0"),
     ("[metrics]\nenable_tensorboard = 1", r"run.toml: metrics.enable_tensorboard should be a valid boolean, got 1"),
     ("[metrics]\nlog_freq = 0", r"run.toml: metrics: log_freq = 0"),
-    ("[precision]\nmode = 'fp12'", r"run.toml: precision.mode should be 'fp32', 'bf16' or 'fp8_dynamic', got \"fp12\""),
+    (
+        "[precision]\nmode = 'fp12'",
+        r"run.toml: precision.mode should be 'auto', 'fp32', 'bf16', 'fp8_dynamic', 'mxfp8' or 'nvfp4', got \"fp12\"",
+    ),
     ("[model]\nname = 1", r"run.toml: model.name should be a valid string, got 1"),
     ("[model]\nengram_orders = [3, 'x']", r"run.toml: model.engram_orders\[1\] should be a valid integer, got \"x\""),
     ("[model]\nnum_loops = 0", r"run.toml: model: .*num_loops"),

@@ -1,9 +1,10 @@
-"""Schedule, groups, clipping and freezing against plain computation."""
+"""Groups, clipping, freezing and saved state against plain computation."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,49 +16,6 @@ from spider_titan.spec import Batch, ParamGroup, StepContext, get_model_spec
 from .reference.tiny import byte_transformer_config, lively_spider, next_ids, packed_rows, spider_config
 
 SPIDER = get_model_spec("spider")
-
-
-def test_the_schedule_rises_from_a_share_to_the_whole_and_falls_to_its_minimum() -> None:
-    config = LRSchedulerConfig(warmup_steps=4, min_lr_factor=0.1)
-    factors = [lr_factor(config, step, 12) for step in range(12)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
-    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 8)) / 2 for done in range(1, 9)]
-    assert factors[4:] == pytest.approx(expected)
-    assert factors[-1] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 10), (1, 1), (5, 5), (10, 3)])
-def test_odd_schedules_stay_within_bounds(warmup: int, total: int) -> None:
-    config = LRSchedulerConfig(warmup_steps=warmup, min_lr_factor=0.2)
-    factors = [lr_factor(config, step, total) for step in range(total)]
-    assert all(0 < factor <= 1 for factor in factors)
-    if warmup < total:
-        assert factors[-1] == pytest.approx(0.2)
-
-
-def test_after_the_last_step_the_rate_stays_at_its_minimum() -> None:
-    assert lr_factor(LRSchedulerConfig(warmup_steps=2, min_lr_factor=0.3), 50, 10) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"lr": 0.0}, "lr"),
-        ({"beta1": 1.0}, "beta1"),
-        ({"beta2": -0.1}, "beta2"),
-        ({"eps": 0.0}, "eps"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-    ],
-)
-def test_impossible_settings_are_refused(settings: dict[str, float], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key} = "):
-        OptimizerConfig(**settings)
-
-
-@pytest.mark.parametrize("settings", [{"warmup_steps": -1}, {"min_lr_factor": 1.5}, {"min_lr_factor": -0.1}])
-def test_impossible_schedules_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        LRSchedulerConfig(**settings)
 
 
 def optimizer_of(
@@ -195,14 +153,102 @@ def test_a_group_that_starts_after_warmup_is_untouched_until_then() -> None:
         optimizer.step(step)
         optimizer.zero_grad()
         unchanged = [torch.equal(*pair) for pair in zip(predictor.parameters(), initial, strict=True)]
-        has_state = [parameter in optimizer.adamw.state for parameter in predictor.parameters()]
+        state = optimizer.state_tensors()
+        has_state = [f"boundary_predictor.{name}.step" in state for name, _ in predictor.named_parameters()]
         share = float(norms["grad_norm/boundary_predictor"])
         if step < 2:
             assert all(unchanged) and not any(has_state) and share == 0.0
         else:
             assert not any(unchanged) and all(has_state) and share > 0.0
-    first_step = {int(optimizer.adamw.state[parameter]["step"]) for parameter in predictor.parameters()}
-    assert first_step == {2}
+    counts = {name: int(value) for name, value in optimizer.state_tensors().items() if name.endswith(".step")}
+    assert {count for name, count in counts.items() if name.startswith("boundary_predictor.")} == {2}
+    assert {count for name, count in counts.items() if not name.startswith("boundary_predictor.")} == {4}
+
+
+def train_predictor(optimizer: GroupedAdamW, model: nn.Module, steps: range) -> None:
+    """Steps of the real loss; each step's gradient depends on the weights and on the step alone."""
+    for step in steps:
+        ids = packed_rows()
+        batch = Batch(ids.roll(step, 0), next_ids(ids).roll(step, 0))
+        frozen = optimizer.frozen_groups(step)
+        SPIDER.loss(model, batch, StepContext(batch.num_targets, "topk", "fixed", 0.34, frozen)).total.backward()
+        optimizer.clip(1.0)
+        optimizer.step(step)
+        optimizer.zero_grad()
+
+
+def resumed(model: nn.Module, saved: dict[str, Tensor], **settings: Any) -> GroupedAdamW:
+    """A new optimizer with the state that another one left."""
+    optimizer = optimizer_of(SPIDER.param_groups(model), **settings)
+    state = optimizer.allocate_state(saved)
+    assert state.keys() == saved.keys()
+    for name, value in state.items():
+        assert value.shape == saved[name].shape and value.dtype == saved[name].dtype
+        value.copy_(saved[name])
+    return optimizer
+
+
+@pytest.mark.parametrize("stopped", [1, 2, 3, 5])
+def test_a_resumed_run_is_one_that_never_stopped(stopped: int) -> None:
+    """Saved and restored inside the warm-up of 3 steps, at its end and after: every bit, and the frozen group too."""
+    settings: dict[str, Any] = {"config": OptimizerConfig(lr=0.01), "schedule": LRSchedulerConfig(warmup_steps=3)}
+    whole = lively_spider()
+    initial = {name: value.clone() for name, value in whole.state_dict().items()}
+    optimizer = optimizer_of(SPIDER.param_groups(whole), **settings)
+    train_predictor(optimizer, whole, range(6))
+
+    first = lively_spider()
+    before = optimizer_of(SPIDER.param_groups(first), **settings)
+    train_predictor(before, first, range(stopped))
+    saved = {name: value.clone() for name, value in before.state_tensors().items()}
+    is_frozen = [torch.equal(value, initial[name]) for name, value in predictor_weights(first).items()]
+    assert all(is_frozen) if stopped <= 3 else not any(is_frozen)
+    assert any(name.startswith("boundary_predictor.") for name in saved) == (stopped > 3)
+
+    second = lively_spider()
+    second.load_state_dict(first.state_dict())
+    after = resumed(second, saved, **settings)
+    train_predictor(after, second, range(stopped, 6))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+    for name, value in optimizer.state_tensors().items():
+        assert torch.equal(after.state_tensors()[name], value), name
+    assert not any(torch.equal(value, initial[name]) for name, value in predictor_weights(whole).items())
+
+
+def predictor_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.named_parameters() if name.startswith("boundary_predictor.")}
+
+
+def test_the_predictor_moves_at_its_factor_of_the_base_rate() -> None:
+    """The first update of AdamW without decay is the learning rate in every entry."""
+    model = SPIDER.build(spider_config(boundary_lr_factor=0.1))
+    groups = SPIDER.param_groups(model)
+    optimizer = optimizer_of(groups, OptimizerConfig(lr=0.01, weight_decay=0.0), LRSchedulerConfig(warmup_steps=1))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert optimizer.lr(1) == pytest.approx(0.01, rel=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1)
+    for name, parameter in model.named_parameters():
+        factor = 0.1 if name.startswith("boundary_predictor.") else 5.0 if name.endswith("embed.weight") else 1.0
+        moved = (before[name].double() - parameter.detach().double()).mean()
+        assert float(moved) == pytest.approx(optimizer.lr(1) * factor, rel=1e-4), name
+
+
+def test_state_of_another_model_or_optimizer_is_refused() -> None:
+    groups = three_groups()
+    optimizer = optimizer_of(groups)
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    with pytest.raises(ValueError, match="'other' belongs to no parameter of this model"):
+        optimizer.allocate_state([f"other.{key}" for key in keys])
+    with pytest.raises(ValueError, match=r"keeps step, exp_avg, exp_avg_sq for a, but the saved state has step; go on"):
+        optimizer.allocate_state(["a.step"])
+    # What was there before is dropped.
+    set_gradients(groups, 0)
+    optimizer.step(0)
+    assert optimizer.allocate_state([f"b.{key}" for key in keys]).keys() == {f"b.{key}" for key in keys}
+    assert optimizer.names() == {"a", "b", "c", "d"}
 
 
 def test_without_warmup_nothing_is_ever_frozen() -> None:
@@ -231,6 +277,7 @@ def test_spiders_groups() -> None:
     groups = {group.name: group for group in SPIDER.param_groups(SPIDER.build(config))}
     assert groups["engram_tables"].parameters.keys() == {f"engram.layers.{layer}.embed.weight" for layer in (0, 1)}
     assert (groups["engram_tables"].lr_factor, groups["engram_tables"].weight_decay) == (7.0, False)
+    assert [name for name, group in groups.items() if group.lazy_rows] == ["engram_tables"]
     assert all(name.startswith("boundary_predictor.") for name in groups["boundary_predictor"].parameters)
     assert len(groups["boundary_predictor"].parameters) == 5
     assert (groups["boundary_predictor"].lr_factor, groups["boundary_predictor"].starts_after_warmup) == (0.3, True)
@@ -247,6 +294,26 @@ def test_spiders_groups() -> None:
     assert {"embed_tokens.weight", "lm_head.weight", "engram.layers.0.key_proj.weight"} <= groups[
         "backbone"
     ].parameters.keys()
+
+
+def test_the_reference_models_groups() -> None:
+    """Every parameter in one group by the rules, told from its name and shape alone."""
+    model = SPIDER.build(SPIDER.flavors["10b"], device="meta")
+    groups = SPIDER.param_groups(model)
+    check_groups(model, groups)
+    found = {name: group for group in groups for name in group.parameters}
+    for name, parameter in model.named_parameters():
+        group, is_vector = found.pop(name), parameter.ndim == 1
+        if "engram." in name and "embed" in name:
+            assert (group.lr_factor, group.weight_decay, group.lazy_rows) == (5.0, False, True), name
+        elif name.startswith("boundary_predictor."):
+            assert (group.lr_factor, group.starts_after_warmup) == (0.1, True), name
+        elif name.endswith(("W_gate", "W_transform")):
+            assert (group.lr_factor, group.max_norm, group.weight_decay) == (1.0, 0.5, True), name
+        else:
+            assert (group.lr_factor, group.max_norm, group.starts_after_warmup) == (1.0, None, False), name
+            assert not (is_vector and group.weight_decay), name
+    assert not found
 
 
 def test_a_parameter_in_no_group_is_named() -> None:

@@ -15,7 +15,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from spider_titan.distributed import CommConfig, ParallelismConfig, World, imagine_world, join_world
 from spider_titan.models.common.init import copy_full_
-from spider_titan.plugins import PluginContext, after_step, apply_plugins, float8, materialize
+from spider_titan.plugins import PluginContext, after_step, apply_plugins, materialize, quantize
 from spider_titan.plugins.precision import PrecisionConfig
 from spider_titan.spec import Batch, ModelSpec, StepContext, get_model_spec
 
@@ -68,7 +68,7 @@ def fp8(**changes: Any) -> PrecisionConfig:
 
 def convert(world: World, spec: ModelSpec, config: Any, precision: PrecisionConfig) -> nn.Module:
     """A model on the meta device after this plugin alone."""
-    return float8.apply(spec.build(config, device="meta"), spec, PluginContext(world.mesh, precision=precision))
+    return quantize.apply(spec.build(config, device="meta"), spec, PluginContext(world.mesh, precision=precision))
 
 
 def build(world: World, spec: ModelSpec, config: Any, precision: PrecisionConfig) -> nn.Module:
@@ -140,16 +140,16 @@ def test_odd_sizes_are_left_and_listed(world: World, caplog: pytest.LogCaptureFi
 
 def test_skipped_by_pattern(world: World) -> None:
     config = BYTE_TRANSFORMER.config_class(**SMALL, num_layers=2)
-    model = convert(world, BYTE_TRANSFORMER, config, fp8(fp8_skip=("layers.0.*", "*.q_up", "lm_head")))
+    model = convert(world, BYTE_TRANSFORMER, config, fp8(skip=("layers.0.*", "*.q_up", "lm_head")))
     assert float8_names(model) == {f"layers.1.{name}" for name in DENSE_LINEARS} - {"layers.1.attention.q_up"}
 
 
 def test_patterns_that_match_nothing_are_errors(world: World) -> None:
     config = BYTE_TRANSFORMER.config_class(**SMALL, num_layers=1)
-    with pytest.raises(ValueError, match=r"precision\.fp8_skip: the pattern 'layers\.1\.\*' matches no linear"):
-        convert(world, BYTE_TRANSFORMER, config, fp8(fp8_skip=("*.q_up", "layers.1.*")))
-    with pytest.raises(ValueError, match=r"finds no linear to convert.*0 are left by precision\.fp8_skip"):
-        convert(world, BYTE_TRANSFORMER, config, fp8(fp8_skip=("layers.*",)))
+    with pytest.raises(ValueError, match=r"precision\.skip: the pattern 'layers\.1\.\*' matches no linear"):
+        convert(world, BYTE_TRANSFORMER, config, fp8(skip=("*.q_up", "layers.1.*")))
+    with pytest.raises(ValueError, match=r"finds no linear to convert.*0 are left by precision\.skip"):
+        convert(world, BYTE_TRANSFORMER, config, fp8(skip=("layers.*",)))
 
     def outdated(model: nn.Module) -> list[Any]:
         return [
@@ -170,42 +170,11 @@ def test_settings_without_use_are_named(world: World, caplog: pytest.LogCaptureF
     model = convert(world, BYTE_TRANSFORMER, BYTE_TRANSFORMER.config_class(**SMALL), precision)
     assert float8_names(model) == set()
     assert [record.getMessage() for record in caplog.records] == [
-        'float8: off with precision.mode = "bf16"; not used: fp8_recipe, emulate'
+        'precision: not used with precision.mode = "bf16": fp8_recipe, emulate'
     ]
     caplog.clear()
     convert(world, BYTE_TRANSFORMER, BYTE_TRANSFORMER.config_class(**SMALL), PrecisionConfig(mode="bf16"))
     assert not caplog.records
-
-
-@dataclasses.dataclass
-class CudaMesh:
-    """One rank that computes on a CUDA device, for code that asks no more of it."""
-
-    world: World
-    device_type = "cuda"
-    ndim = 1
-
-    def size(self, dim: int) -> int:
-        return 1
-
-    def get_group(self, dim: int) -> Any:
-        return self.world.mesh.get_group(dim)
-
-
-def test_devices_without_float8_products(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = BYTE_TRANSFORMER.config_class(**SMALL, num_layers=1)
-    with pytest.raises(ValueError, match=r'on the CPU; set precision\.emulate = true .*precision\.mode = "bf16"'):
-        convert(world, BYTE_TRANSFORMER, config, PrecisionConfig(mode="fp8_dynamic"))
-
-    context = PluginContext(CudaMesh(world), precision=PrecisionConfig(mode="fp8_dynamic"))  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A10")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match=r"capability 8\.9 or more, but A10 has 8\.6; set precision\.emulate"):
-        float8.apply(BYTE_TRANSFORMER.build(config, device="meta"), BYTE_TRANSFORMER, context)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    model = float8.apply(BYTE_TRANSFORMER.build(config, device="meta"), BYTE_TRANSFORMER, context)
-    linear = model.get_submodule("layers.0.mlp.up_proj")
-    assert isinstance(linear, Float8Linear) and not linear.config.emulate
 
 
 def test_a_dry_run_asks_for_no_device() -> None:

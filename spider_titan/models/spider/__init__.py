@@ -93,7 +93,7 @@ def param_groups(model: Spider) -> list[ParamGroup]:
     groups = [
         ParamGroup("backbone", {}),
         ParamGroup("backbone_no_decay", {}, weight_decay=False),
-        ParamGroup("engram_tables", {}, lr_factor=config.engram_lr_factor, weight_decay=False),
+        ParamGroup("engram_tables", {}, lr_factor=config.engram_lr_factor, weight_decay=False, lazy_rows=True),
         ParamGroup(PREDICTOR_GROUP, {}, lr_factor=config.boundary_lr_factor, starts_after_warmup=True),
         ParamGroup("expert_cores", {}, max_norm=config.expert_max_norm),
     ]

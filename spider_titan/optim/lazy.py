@@ -1,0 +1,104 @@
+"""AdamW for tables that a step reads few rows of: a row without a gradient keeps its weights and its averages.
+
+torch's AdamW moves every row at every step: averages decay, and what is left of them moves the weights of rows that
+no batch has touched. Here a row whose gradient is zero throughout is left as it is, as in torch's SparseAdam, but from
+dense gradients, which reductions over ranks and micro-batches need. Rows are sharded whole (dim 0), so a rank can tell
+from its own shard.
+
+The bias correction counts the steps of the table, as SparseAdam's does, not those of the row. Of a row first hit late
+the averages are young and the correction is not: its first step is (1 - beta1) / sqrt(1 - beta2) of a full one, 0.45
+with the default betas. A count a row would cost another column of state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from spider_titan.optim.config import OptimizerConfig
+from spider_titan.optim.shards import local
+
+
+class LazyRowsAdamW(torch.optim.Optimizer):
+    """AdamW over matrices whose rows move only when hit.
+
+    Args:
+        parameters: Matrices, whole or sharded on dim 0.
+        config: ``[optimizer]``.
+        weight_decay: Of the rows that are hit.
+
+    Raises:
+        ValueError: If a parameter has another shape or is sharded on another dim.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": config.lr})
+        self._beta1, self._beta2, self._eps = config.beta1, config.beta2, config.eps
+        self._weight_decay = weight_decay
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim != 2 or any(cut.is_shard() and cut != Shard(0) for cut in _placements(parameter)):
+                raise ValueError(
+                    "a parameter group with lazy_rows holds matrices that are sharded by rows; "
+                    f"{list(parameter.shape)}, {_placements(parameter)} is none"
+                )
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next step."""
+        self.param_groups[0]["lr"] = lr
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq``."""
+        return {
+            # On the CPU, so that no step waits for the device to read it.
+            "step": torch.zeros((), device="cpu"),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates the rows whose gradients are not zero."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(self.new_state(parameter))
+            state["step"] += 1
+            self._update(
+                local(parameter),
+                local(parameter.grad),
+                local(state["exp_avg"]),
+                local(state["exp_avg_sq"]),
+                int(state["step"]),
+            )
+
+    def _update(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, count: int) -> None:
+        """Updates by masks: factors of 1 and additions of 0 are exact, so rows that are not hit do not change.
+
+        Args:
+            weight: [rows, dim], as are the next three.
+            grad: Gradient.
+            mean: Its average.
+            square: Average of its square.
+            count: Steps of the table, this one included.
+        """
+        lr: float = self.param_groups[0]["lr"]
+        sizes = grad.abs()
+        hit = sizes.sum(dim=1, keepdim=True) != 0
+        if self._weight_decay:
+            weight.mul_(torch.where(hit, 1.0 - lr * self._weight_decay, 1.0))
+        mean.mul_(torch.where(hit, self._beta1, 1.0)).add_(grad, alpha=1.0 - self._beta1)
+        square.mul_(torch.where(hit, self._beta2, 1.0)).addcmul_(grad, grad, value=1.0 - self._beta2)
+        root = torch.sqrt(square, out=sizes).div_(math.sqrt(1.0 - self._beta2**count))
+        # What is divided by infinity moves nothing.
+        root.add_(torch.where(hit, self._eps, math.inf))
+        weight.addcdiv_(mean, root, value=-lr / (1.0 - self._beta1**count))
+
+
+def _placements(parameter: Tensor) -> Sequence[Placement]:
+    return parameter.placements if isinstance(parameter, DTensor) else ()
