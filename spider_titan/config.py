@@ -188,6 +188,7 @@ def check(config: JobConfig, *, world_size: int | None = None) -> None:
         _check_context(config)
         if config.job.time_limit is not None and not config.checkpoint.enable:
             raise ValueError("job.time_limit needs checkpoint.enable = true: a run that ends early must be saved")
+        _check_waiting(config, ranks)
         activation_checkpoint.check(config.activation_checkpoint, config.compile)
     except ValueError as error:
         raise ConfigError(f"{config.job.config_file or 'defaults'} with the command line: {error}") from error
@@ -209,6 +210,16 @@ def _check_length(config: JobConfig, ranks: int) -> None:
         raise ValueError(
             f"training.global_batch_size = {global_rows} is not a multiple of training.local_batch_size * ranks = "
             f"{training.local_batch_size} * {ranks} = {rows}; give {max(1, global_rows // rows) * rows}"
+        )
+
+
+def _check_waiting(config: JobConfig, ranks: int) -> None:
+    from_hub = [name for name in config.data.used_sources if config.data.sources[name].kind == "hub"]
+    if ranks > 1 and from_hub and config.data.hub_retry_seconds >= config.comm.train_timeout_seconds:
+        raise ValueError(
+            f"data.hub_retry_seconds = {config.data.hub_retry_seconds:g} is not below comm.train_timeout_seconds = "
+            f"{config.comm.train_timeout_seconds}: while one rank tries again to read data.sources.{from_hub[0]}, the "
+            "others would give up; lower the first or raise the second"
         )
 
 

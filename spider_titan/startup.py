@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spider_titan.curriculum import Curriculum
-from spider_titan.data.sources import SplitSource, describe
+from spider_titan.data.documents import TrainingSource
 from spider_titan.distributed import World
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 
 
 
 def log_run(
-    config: JobConfig, sources: Mapping[str, SplitSource], world: World, curriculum: Curriculum, total_steps: int
+    config: JobConfig, sources: Mapping[str, TrainingSource], world: World, curriculum: Curriculum, total_steps: int
 ) -> None:
     """Logs the machine, the data and the length of the run."""
     logger.info(
@@ -39,8 +39,8 @@ def log_run(
         torch.get_num_threads(),
     )
     logger.info("run directory %s", config.job.dump_folder)
-    for summary in describe(sources, config.data.max_document_bytes):
-        logger.info("data: %s", summary)
+    for source in sources.values():
+        logger.info("data: %s", source.describe())
     logger.info(
         "run: %s steps of %s rows x %s bytes = %s bytes a step, %s bytes in all, %d phase%s",
         f"{total_steps:,}",

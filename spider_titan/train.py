@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from spider_titan import dry_run
 from spider_titan.config import load_config, num_ranks, to_toml
 from spider_titan.console import FATAL, setup_console
+from spider_titan.data.problems import SourceError
 from spider_titan.distributed import imagine_world, join_world
 from spider_titan.failure import DONE, SIGNALLED, USER_MISTAKE, Failure, announce, explain, is_launched, save_failure
 from spider_titan.interrupt import RESUMABLE, Stopped, StopRequest
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return SIGNALLED + signal.SIGINT
     except UserMistake as error:
         return _end(Failure(rank, str(error), "mistake", USER_MISTAKE))
-    except DiskError as error:
+    except (DiskError, UnreadableError) as error:
         return _end(Failure(rank, str(error), "mistake"))
     except Exception as error:
         if not is_launched():
@@ -68,7 +69,14 @@ def _run(arguments: Sequence[str]) -> None:
     with listening as stop_request, join_world(config.parallelism, config.comm) as world:
         with _mistakes():
             trainer = Trainer(config, to_toml(config), world, stop_request)
-        trainer.train()
+        try:
+            trainer.train()
+        except SourceError as error:
+            raise UnreadableError(str(error)) from error
+
+
+class UnreadableError(Exception):
+    """Data that could be opened and cannot be read any more."""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ from spider_titan.checkpoint.manager import CheckpointManager
 from spider_titan.checkpoint.training import Progress, load_weights, read_progress, restore, snapshot
 from spider_titan.console import add_log_file
 from spider_titan.curriculum import Curriculum
-from spider_titan.data.loader import build_train_loader, build_validation_batches, merge_cursors
-from spider_titan.data.sources import SplitSource, load_sources
+from spider_titan.data.documents import TrainingSource
+from spider_titan.data.loader import TrainLoader, build_train_loader, build_validation_batches, merge_cursors
+from spider_titan.data.problems import EndOfData
+from spider_titan.data.sources import load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.interrupt import Stopped, StopRequest
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
@@ -108,7 +110,7 @@ class Trainer:
             byte_budget=self.training.byte_budget or self.total_steps * self.bytes_per_step,
             bytes_per_step=self.bytes_per_step,
         )
-        sources = load_sources(config.data)
+        sources = self.sources = load_sources(config.data)
         self.validator, self.validation_freq = self._build_validator(config, sources), config.validation.freq
         self.run_directory = self._open_directory(config, config_text)
         self.checkpoints = self._open_checkpoints(config, config_text)
@@ -153,13 +155,18 @@ class Trainer:
         if first_step >= self.total_steps:
             logger.info("nothing is left to do: step %d is saved; more training.steps extend the run", first_step)
         while self.progress.step < self.total_steps:
-            self._train_step(is_first=self.progress.step == first_step)
+            if not self._train_step(is_first=self.progress.step == first_step):
+                self._end_early()
+                break
         self._finish(time.perf_counter() - begin)
 
-    def _train_step(self, *, is_first: bool) -> None:
+    def _train_step(self, *, is_first: bool) -> bool:
+        """Returns whether there was data for it."""
         step = self.progress.step
         self._log_phase_switch(step)
         batches, num_targets = self._next_batches()
+        if not batches:
+            return False
         context, totals = self._forward_backward(step, batches, num_targets)
         norms = self.optimizer.clip(self.training.max_norm)
         self.optimizer.step(step)
@@ -177,21 +184,40 @@ class Trainer:
         if not self.progress.validated:
             self._validate()
         self._save_if_due(totals)
+        return True
+
+    def _end_early(self) -> None:
+        """What the last step does, at the end of data that is not to be repeated."""
+        self.total_steps = self.progress.step
+        if self.validator and self.progress.step % self.validation_freq:
+            self._validate()
+        if self.checkpoints:
+            self._save(self._reasons_to_keep())
 
     def _next_batches(self) -> tuple[list[Batch], int]:
-        """This rank's micro-batches of a step, and the valid targets of those of all ranks.
+        """This rank's micro-batches of a step, and the valid targets of those of all ranks; none if data is at its end.
 
         It is here that ranks agree to stop: nothing of the step has been computed yet.
         """
-        batches = [next(self.batches) for _ in range(self.micro_batches)]
+        batches, ended = [], ""
+        try:
+            batches = [next(self.batches) for _ in range(self.micro_batches)]
+        except EndOfData as end:
+            ended = str(end)
         # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
         mine = {
             "targets": torch.tensor(sum(batch.num_targets for batch in batches)),
             "stop": torch.tensor(int(bool(self.stop_request.reason))),
+            "ended": torch.tensor(int(bool(ended))),
         }
         sums = self.world.sum_over_ranks(mine)
         if sums["stop"]:
             self._stop()
+        if sums["ended"]:
+            logger.info(
+                "the run ends after step %d: %s", self.progress.step, ended or "data of another rank is at its end"
+            )
+            return [], 0
         return batches, int(sums["targets"])
 
     def _forward_backward(
@@ -256,8 +282,25 @@ class Trainer:
         if is_due and not self.validator:
             self.value_to_compare = self.spec.metrics(totals)["loss"]
         kept_as = self._reasons_to_keep()
+        if self.checkpoints.config.keep_epoch_ends and self._epoch_has_ended():
+            self.progress.epochs += 1
+            kept_as[f"epoch-{self.progress.epochs}"] = {}
         if is_due or kept_as:
             self._save(kept_as)
+
+    def _epoch_has_ended(self) -> bool:
+        """Whether every shard has read its part of every source of the phase once more, over all ranks."""
+        phase, progress = self.curriculum.at(self.progress.step - 1), self.progress
+        names = [name for name, weight in phase.weights.items() if weight > 0]
+        mine = range(self.world.rank, progress.num_shards, self.world.size)
+        cursors = (progress.cursors.get(name, {}).get(shard) for name in names for shard in mine)
+        readers = [self.sources[name] for name in names for _ in mine]
+        ahead = sum(
+            cursor is not None and source.epoch(cursor.position) > progress.epochs
+            for source, cursor in zip(readers, cursors, strict=True)
+        )
+        total = self.world.sum_over_ranks({"ahead": torch.tensor(ahead)})["ahead"]
+        return int(total) == len(names) * progress.num_shards
 
     def _reasons_to_keep(self) -> dict[str, dict[str, Any]]:
         """Entries of ``kept.json`` for the last step."""
@@ -324,7 +367,7 @@ class Trainer:
             logger.info("run directory %s", self.run_directory.path)
             self.run_directory.close()
 
-    def _build_data(self, config: JobConfig, sources: Mapping[str, SplitSource]) -> tuple[int, Iterator[Batch]]:
+    def _build_data(self, config: JobConfig, sources: Mapping[str, TrainingSource]) -> tuple[int, TrainLoader]:
         """Micro-batches a step, and the endless batches of this rank."""
         rows_per_step = self.training.rows_per_step(self.world.size)
         loader = build_train_loader(
@@ -340,9 +383,9 @@ class Trainer:
             first_step=self.progress.step,
             cursors=self.progress.cursors,
         )
-        return rows_per_step // self.world.size // self.training.local_batch_size, iter(loader)
+        return rows_per_step // self.world.size // self.training.local_batch_size, loader
 
-    def _build_validator(self, config: JobConfig, sources: Mapping[str, SplitSource]) -> Validator | None:
+    def _build_validator(self, config: JobConfig, sources: Mapping[str, TrainingSource]) -> Validator | None:
         if not config.validation.enable:
             return None
         batches = build_validation_batches(

@@ -27,6 +27,7 @@ class Progress:
         cursors: Where the data goes on; those of this rank's own shards are up to date.
         num_shards: Rows of a step, which the cursors belong to.
         validated: Whether the validation that is due at ``step`` is done, if one is.
+        epochs: How often all sources of a phase have been read; see ``checkpoint.keep_epoch_ends``.
     """
 
     num_shards: int
@@ -34,6 +35,7 @@ class Progress:
     bytes_seen: int = 0
     cursors: Cursors = field(default_factory=dict)
     validated: bool = True
+    epochs: int = 0
 
 
 def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, world: World) -> Snapshot:
@@ -48,6 +50,7 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
             "bytes_seen": progress.bytes_seen,
             "num_shards": progress.num_shards,
             "validated": progress.validated,
+            "epochs": progress.epochs,
         },
     )
 
@@ -69,7 +72,7 @@ def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Pro
     for rank in state["ranks"]:
         for source, of_shards in rank["cursors"].items():
             merge_cursors(cursors, {source: {int(shard): Cursor(*cursor) for shard, cursor in of_shards.items()}})
-    return Progress(num_shards, state["step"], state["bytes_seen"], cursors, state["validated"])
+    return Progress(num_shards, state["step"], state["bytes_seen"], cursors, state["validated"], state["epochs"])
 
 
 def restore(manager: CheckpointManager, step: int, model: nn.Module, optimizer: GroupedAdamW, world: World) -> None:

@@ -9,8 +9,9 @@ import functools
 import itertools
 import logging
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from spider_titan.curriculum import Curriculum
 from spider_titan.data.config import DataConfig
-from spider_titan.data.order import permutation
+from spider_titan.data.documents import TrainingSource
 from spider_titan.data.packing import pack_all
-from spider_titan.data.rows import Cursors, RowReader
-from spider_titan.data.sources import SplitSource
-from spider_titan.data.tokenizer import Ids, cut_at_character_boundary, encode
+from spider_titan.data.problems import EndOfData, SourceError
+from spider_titan.data.rows import Cursors, RowReader, encode_document
+from spider_titan.data.tokenizer import Ids, cut_at_character_boundary
 from spider_titan.spec import Batch
 from spider_titan.vocabulary import PAD_ID
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message=r"'set_vital' is deprecated")
 
 
-class TrainBatches(IterableDataset[Batch]):
+class TrainBatches(IterableDataset[Batch | Exception]):
     """Endless micro-batches of one rank: in each step a row of every shard it owns.
 
     With W worker processes, worker w makes the batches w, w + W, w + 2W, ...; the loader asks them in turn, so the
@@ -42,6 +43,9 @@ class TrainBatches(IterableDataset[Batch]):
     batch, each worker reads all of it, and what they divide is the making of tensors.
 
     A batch's ``position`` holds the cursors of its shards after it, so what a worker has read ahead does not matter.
+
+    The end of a source, and one that fails, is an item in its place: raised in a worker process it would arrive as
+    text. After it there are no batches.
 
     Args:
         open_reader: Makes a reader that stands before ``first_step``.
@@ -58,7 +62,15 @@ class TrainBatches(IterableDataset[Batch]):
         self._first_step = first_step
         self._batches = [shards[start : start + batch_size] for start in range(0, len(shards), batch_size)]
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | Exception]:
+        try:
+            yield from self._batches_of_worker()
+        except (EndOfData, SourceError) as error:
+            problem = error
+        # A worker that stopped would give its turns to the others.
+        yield from itertools.repeat(problem)
+
+    def _batches_of_worker(self) -> Iterator[Batch]:
         reader = self._open_reader()
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -71,9 +83,56 @@ class TrainBatches(IterableDataset[Batch]):
                 yield to_batch(rows, reader.cursors(self._batches[place]))
 
 
+class TrainLoader(Iterator[Batch]):
+    """The batches of ``TrainBatches`` in order, from worker processes or this one.
+
+    Args:
+        dataset: Makes the batches.
+        num_workers: Processes; 0: this one.
+        prefetch_batches: Batches that each process makes ahead.
+        seed: Of the workers.
+    """
+
+    def __init__(self, dataset: TrainBatches, *, num_workers: int, prefetch_batches: int, seed: int) -> None:
+        self.seconds_waited = 0.0
+        """How long all calls of ``next`` took together."""
+        self._items: Iterator[Batch | Exception] = iter(dataset)
+        if num_workers:
+            # The loader draws a seed for its workers; from a generator of its own, so that training's RNG stays.
+            generator = torch.Generator().manual_seed(seed)
+            workers = StatefulDataLoader(
+                dataset,
+                batch_size=None,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_batches,
+                generator=generator,
+            )
+            self._items = iter(workers)
+
+    def __iter__(self) -> TrainLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        """Returns the next batch.
+
+        Raises:
+            EndOfData: If a source that is not to repeat has no full row left for a shard of the batch. The other ranks
+                are not told.
+            SourceError: If a source cannot be read on.
+        """
+        begin = time.perf_counter()
+        item = next(self._items)
+        self.seconds_waited += time.perf_counter() - begin
+        if isinstance(item, Exception):
+            # Nothing else comes, so the workers are let go; the exception keeps this object alive for long.
+            self._items = itertools.repeat(item)
+            raise item
+        return item
+
+
 def build_train_loader(
     config: DataConfig,
-    sources: Mapping[str, SplitSource],
+    sources: Mapping[str, TrainingSource],
     curriculum: Curriculum,
     *,
     seq_len: int,
@@ -84,8 +143,8 @@ def build_train_loader(
     world_size: int = 1,
     first_step: int = 0,
     cursors: Cursors | None = None,
-) -> Iterable[Batch]:
-    """Returns an endless iterable of this rank's micro-batches [B, L]; every row is full.
+) -> TrainLoader:
+    """Returns this rank's micro-batches [B, L], which have no end unless a source may not repeat; every row is full.
 
     Rank r owns the shards v with v % world_size == r. The rows of a step over all ranks do not depend on
     ``world_size``, and a phase begins with exactly the step at which ``curriculum`` says so.
@@ -112,18 +171,15 @@ def build_train_loader(
         seq_len=seq_len,
         num_shards=num_shards,
         seed=seed,
-        max_document_bytes=config.max_document_bytes,
         cursors=cursors,
     )
     dataset = TrainBatches(open_reader, range(rank, num_shards, world_size), batch_size, first_step)
-    # The loader draws a seed for its workers; from a generator of its own, so that training's RNG does not move.
-    generator = torch.Generator().manual_seed(seed)
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=config.num_workers, generator=generator)
+    return TrainLoader(dataset, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches, seed=seed)
 
 
 def build_validation_batches(
     config: DataConfig,
-    sources: Mapping[str, SplitSource],
+    sources: Mapping[str, TrainingSource],
     weights: Mapping[str, float],
     *,
     seq_len: int,
@@ -153,20 +209,21 @@ def build_validation_batches(
     Raises:
         ValueError: If no source of ``weights`` has a held-out document.
     """
-    names = sorted(name for name, weight in weights.items() if weight > 0)
-    total = sum(weights[name] for name in names)
-    if not any(len(sources[name].held_out) for name in names):
-        counts = ", ".join(f"{name} {len(sources[name].source)}" for name in names)
+    shares = {name: weight for name, weight in sorted(weights.items()) if weight > 0}
+    batches = {}
+    for name, weight in shares.items():
+        share = max(1, round(num_bytes * weight / sum(shares.values())))
+        if documents := _held_out_slice(sources[name], share, seed):
+            rows = pack_all(np.concatenate(documents), seq_len)
+            batches[name] = _share_out(rows, batch_size, rank, world_size)
+        else:
+            logger.warning("data.sources.%s has no held-out document: it takes no part in validation", name)
+    if not batches:
         raise ValueError(
             f"no document is held out for validation with data.held_out_fraction = {config.held_out_fraction} "
-            f"(documents: {counts}); raise the fraction, add documents, or set validation.enable = false"
+            f"({'; '.join(sources[name].describe() for name in shares)}); raise the fraction, add documents, or set "
+            f"validation.enable = false"
         )
-    batches = {}
-    for name in names:
-        share = max(1, round(num_bytes * weights[name] / total))
-        if documents := _held_out_slice(sources[name], share, config.max_document_bytes, seed):
-            rows = pack_all(np.concatenate([encode(document) for document in documents]), seq_len)
-            batches[name] = _share_out(rows, batch_size, rank, world_size)
     return batches
 
 
@@ -180,26 +237,23 @@ def _share_out(rows: Ids, batch_size: int, rank: int, world_size: int) -> list[B
     return [to_batch(batch) for batch in batches[rank::world_size]]
 
 
-def _held_out_slice(source: SplitSource, num_bytes: int, max_document_bytes: int, seed: int) -> list[bytes]:
-    """Held-out documents of ``source``, the last one cut so that they have ``num_bytes``."""
-    if not len(source.held_out):
-        logger.warning("data.sources.%s has no held-out document: it takes no part in validation", source.name)
-    documents: list[bytes] = []
-    for index in permutation(len(source.held_out), f"{seed}/0/{source.name}"):
-        document = source.held_out_document(int(index))
-        if max_document_bytes:
-            document = cut_at_character_boundary(document, max_document_bytes)
-        if len(document) >= num_bytes:
-            return [*documents, cut_at_character_boundary(document, num_bytes)]
-        documents.append(document)
+def _held_out_slice(source: TrainingSource, num_bytes: int, seed: int) -> list[Ids]:
+    """Ids of held-out documents of ``source``, the last one cut so that they have ``num_bytes``."""
+    found: list[Ids] = []
+    for document in source.held_out_documents(seed):
+        if source.settings.max_document_bytes:
+            document = cut_at_character_boundary(document, source.settings.max_document_bytes)
+        found.append(encode_document(cut_at_character_boundary(document, num_bytes), source.settings))
         num_bytes -= len(document)
-    return documents
+        if num_bytes <= 0:
+            break
+    return found
 
 
 def to_batch(rows: Ids, position: Cursors | None = None) -> Batch:
     """Splits rows [B, L + 1] into inputs and targets."""
-    ids = torch.from_numpy(rows.astype(np.int64))
-    return Batch(input_ids=ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous(), position=position)
+    ids = torch.from_numpy(rows)
+    return Batch(input_ids=ids[:, :-1].long(), targets=ids[:, 1:].long(), position=position)
 
 
 def merge_cursors(into: Cursors, newer: Cursors) -> None:

@@ -82,11 +82,15 @@ class RowPlan:
         self._curriculum = curriculum
         self._mixtures = [Mixture(phase.weights) for phase in curriculum.phases]
         self._seed = seed
+        self._first_steps: dict[int, int] = {}
+        """Phase -> its first step."""
 
     def sources_at(self, step: int, shards: Sequence[int]) -> list[str]:
         """The source of each of ``shards`` at ``step``, counted from 0."""
         phase = self._curriculum.index_at(step)
-        first_step = bisect.bisect_left(range(step), phase, key=self._curriculum.index_at)
-        first_row = (step - first_step) * self.num_shards
+        if phase not in self._first_steps:
+            self._first_steps[phase] = bisect.bisect_left(range(step), phase, key=self._curriculum.index_at)
+        first_row = (step - self._first_steps[phase]) * self.num_shards
         places = permutation(self.num_shards, f"{self._seed}/step/{step}")
-        return [self._mixtures[phase].source_of(first_row + int(places[shard])) for shard in shards]
+        source_of = self._mixtures[phase].source_of
+        return [source_of(first_row + place) for place in places[list(shards)].tolist()]

@@ -35,7 +35,7 @@ class RowPacker:
     @property
     def is_ready(self) -> bool:
         """Whether a full row can be taken."""
-        return self.num_waiting >= self.seq_len
+        return self._num_ids > self.seq_len
 
     def add(self, ids: Ids) -> None:
         """Appends the ids of a document to the stream."""

@@ -9,16 +9,16 @@ L: positions of a row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from spider_titan.curriculum import Curriculum
+from spider_titan.data.documents import Position, Settings, TrainingSource
 from spider_titan.data.mixture import RowPlan
-from spider_titan.data.order import DocumentOrder
 from spider_titan.data.packing import RowPacker
-from spider_titan.data.sources import SplitSource
+from spider_titan.data.problems import SourceError, changed
 from spider_titan.data.tokenizer import Ids, cut_at_character_boundary, encode
 
 
@@ -26,11 +26,11 @@ class Cursor(NamedTuple):
     """Where a stream goes on.
 
     Args:
-        position: In the order of its source, of the document that holds the first id of the next row.
+        position: What its source calls the place of the document that holds the first id of the next row.
         offset: Ids of that document before it.
     """
 
-    position: int
+    position: Position
     offset: int
 
 
@@ -43,41 +43,44 @@ class Stream:
 
     Args:
         source: Its name, for errors.
-        read: Position -> ids of the document there.
-        stride: From one position of the shard to its next.
+        documents: Positions and ids of the documents, from the one of the cursor on.
         seq_len: L.
-        cursor: Where to begin. Documents before it are not read.
+        cursor: Where to begin; None: with the first id of the first document.
     """
 
-    def __init__(self, source: str, read: Callable[[int], Ids], *, stride: int, seq_len: int, cursor: Cursor) -> None:
-        self._source, self._read, self._stride, self._seq_len = source, read, stride, seq_len
-        self._next, self._offset = cursor
+    def __init__(
+        self, source: str, documents: Iterator[tuple[Position, Ids]], *, seq_len: int, cursor: Cursor | None = None
+    ) -> None:
+        self._source, self._documents, self._seq_len = source, documents, seq_len
+        self._start = cursor
+        self._offset = cursor.offset if cursor else 0
         self._packer = RowPacker(seq_len)
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[tuple[Position, int]] = deque()
         """Position and size of every document of which ids wait."""
 
     @property
-    def cursor(self) -> Cursor:
-        """Where the next row begins."""
-        return Cursor(self._waiting[0][0] if self._waiting else self._next, self._offset)
+    def cursor(self) -> Cursor | None:
+        """Where the next row begins; None: at the beginning."""
+        return Cursor(self._waiting[0][0], self._offset) if self._waiting else self._start
 
     def next_row(self) -> Ids:
-        """Returns ids [L + 1]; a row begins with the last id of the one before."""
-        while not self._packer.is_ready:
-            ids = self._read(self._next)
-            if not self._waiting and self._offset >= ids.size:
-                raise ValueError(
-                    f"data.sources.{self._source}: the document to go on in has {ids.size:,} ids, of which "
-                    f"{self._offset:,} were read: its documents are not those that the checkpoint was made with"
-                )
+        """Returns ids [L + 1]; a row begins with the last id of the one before.
+
+        Raises:
+            EndOfData: If the documents end before the row does.
+        """
+        waiting, packer = self._waiting, self._packer
+        while not packer.is_ready:
+            position, ids = next(self._documents)
+            if not waiting and self._offset >= ids.size:
+                raise SourceError(changed(self._source))
             # Only the first document after a resume has ids that were rows already.
-            self._packer.add(ids if self._waiting else ids[self._offset :])
-            self._waiting.append((self._next, ids.size))
-            self._next += self._stride
+            packer.add(ids if waiting else ids[self._offset :])
+            waiting.append((position, ids.size))
         self._offset += self._seq_len
-        while self._offset >= self._waiting[0][1]:
-            self._offset -= self._waiting.popleft()[1]
-        return self._packer.take()
+        while self._offset >= waiting[0][1]:
+            self._offset -= waiting.popleft()[1]
+        return packer.take()
 
 
 class RowReader:
@@ -91,30 +94,26 @@ class RowReader:
         seq_len: L.
         num_shards: Virtual shards, which is the rows of a step over all ranks.
         seed: ``training.seed``.
-        max_document_bytes: Longer documents are cut to this; 0: never.
         cursors: Where streams go on; those that have none begin.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, SplitSource],
+        sources: Mapping[str, TrainingSource],
         curriculum: Curriculum,
         *,
         seq_len: int,
         num_shards: int,
         seed: int,
-        max_document_bytes: int = 0,
         cursors: Cursors | None = None,
     ) -> None:
         self._sources = sources
         self._seq_len = seq_len
-        self._max_document_bytes = max_document_bytes
         self._plan = RowPlan(curriculum, num_shards=num_shards, seed=seed)
-        self._orders = {
-            name: DocumentOrder(len(source.train), seed=seed, source=name) for name, source in sources.items()
-        }
+        self._seed = seed
         self._cursors = cursors or {}
-        self._streams: dict[tuple[str, int], Stream] = {}
+        self._streams: dict[int, dict[str, Stream]] = {}
+        """Shard -> source -> stream."""
 
     def read(self, step: int, shards: Sequence[int]) -> Ids:
         """Returns the rows [len(shards), L + 1] that ``shards`` have at ``step``.
@@ -122,33 +121,47 @@ class RowReader:
         Every step of a shard must be read, in order; shards do not depend on each other.
         """
         sources = self._plan.sources_at(step, shards)
-        return np.stack([self._stream(source, shard).next_row() for shard, source in zip(shards, sources, strict=True)])
+        rows = np.empty((len(shards), self._seq_len + 1), dtype=np.int16)
+        for row, shard, source in zip(rows, shards, sources, strict=True):
+            row[:] = self._stream(source, shard).next_row()
+        return rows
 
     def cursors(self, shards: Sequence[int]) -> Cursors:
         """The cursors of ``shards`` in the sources they have read, and of those they were given."""
-        wanted = set(shards)
-        found: Cursors = {
-            source: {shard: cursor for shard, cursor in given.items() if shard in wanted}
-            for source, given in self._cursors.items()
-        }
-        for (source, shard), stream in self._streams.items():
-            if shard in wanted:
-                found.setdefault(source, {})[shard] = stream.cursor
+        found: Cursors = {}
+        for source, given in self._cursors.items():
+            found[source] = {shard: given[shard] for shard in shards if shard in given}
+        for shard in shards:
+            for source, stream in self._streams.get(shard, {}).items():
+                if cursor := stream.cursor:
+                    found.setdefault(source, {})[shard] = cursor
         return {source: found[source] for source in sorted(found) if found[source]}
 
     def _stream(self, source: str, shard: int) -> Stream:
-        if (source, shard) not in self._streams:
-            self._streams[source, shard] = Stream(
-                source,
-                lambda position: self._document(source, position),
-                stride=self._plan.num_shards,
-                seq_len=self._seq_len,
-                cursor=self._cursors.get(source, {}).get(shard, Cursor(shard, 0)),
-            )
-        return self._streams[source, shard]
+        streams = self._streams.setdefault(shard, {})
+        if source not in streams:
+            cursor = self._cursors.get(source, {}).get(shard)
+            documents = self._encoded(self._sources[source], shard, cursor.position if cursor else None)
+            streams[source] = Stream(source, documents, seq_len=self._seq_len, cursor=cursor)
+        return streams[source]
 
-    def _document(self, source: str, position: int) -> Ids:
-        document = self._sources[source].train_document(self._orders[source].at(position))
-        if self._max_document_bytes:
-            document = cut_at_character_boundary(document, self._max_document_bytes)
-        return encode(document)
+    def _encoded(self, source: TrainingSource, shard: int, start: Position | None) -> Iterator[tuple[Position, Ids]]:
+        documents = source.documents(shard, num_shards=self._plan.num_shards, seed=self._seed, start=start)
+        for position, document in documents:
+            yield position, encode_document(document, source.settings)
+
+
+def encode_document(document: bytes, settings: Settings) -> Ids:
+    """The ids of a document of a source, cut and marked as its settings say."""
+    if settings.max_document_bytes:
+        document = cut_at_character_boundary(document, settings.max_document_bytes)
+    return encode(document, settings.markers)
+
+
+def epochs(sources: Mapping[str, TrainingSource], cursors: Cursors) -> dict[str, int]:
+    """How often the shard that is furthest has read all of its part of a source, for every source that was read."""
+    return {
+        name: max(sources[name].epoch(cursor.position) for cursor in of_shards.values())
+        for name, of_shards in cursors.items()
+        if of_shards
+    }

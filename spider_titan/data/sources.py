@@ -1,185 +1,88 @@
-"""Documents by number, and which of them are held out.
-
-A document is held out by a hash of its bytes: the same rule for every source, independent of names, order, ranks and
-seeds. Two documents with the same bytes are on the same side, so nothing that is validated on was trained on.
-"""
+"""``[data.sources]`` -> sources: which code opens which kind, one of your own among them."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
-from spider_titan.data import corpus
+from spider_titan.data import corpus, generated
 from spider_titan.data.config import DataConfig, SourceConfig
+from spider_titan.data.documents import ListSource, Settings, Source, SplitSource, TrainingSource
+from spider_titan.data.problems import BadRecords
 
-
-class Source(Protocol):
-    """Documents that can be read by number, in an order that does not change."""
-
-    sizes: NDArray[np.int64]
-    """Bytes of every document."""
-    digests: NDArray[np.int64]
-    """``digest`` of every document."""
-
-    def __len__(self) -> int:
-        """How many documents there are."""
-        ...
-
-    def document(self, index: int) -> bytes:
-        """Document ``index``, from 0, exactly as stored."""
-        ...
-
-
-def digest(document: bytes) -> int:
-    """A hash of the bytes, uniform in 0..2**63 - 1, for good the same."""
-    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "little") >> 1
-
-
-class BuiltinSource:
-    """A part of the built-in corpus.
-
-    Args:
-        documents: All of it.
-    """
-
-    def __init__(self, documents: Sequence[bytes]) -> None:
-        self._documents = documents
-        self.sizes = np.array([len(document) for document in documents], dtype=np.int64)
-        self.digests = np.array([digest(document) for document in documents], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def document(self, index: int) -> bytes:
-        """Document ``index``, from 0."""
-        return self._documents[index]
-
-
-_BUILTIN_PARTS: dict[str, Callable[[], Sequence[bytes]]] = {
+_BUILTIN_PARTS: dict[str, Callable[[], tuple[bytes, ...]]] = {
     "english": corpus.english,
     "code": corpus.code,
     "multilingual": corpus.multilingual,
+    "math": generated.math,
+    "multimodal": generated.multimodal,
 }
 
+Opener = Callable[[Mapping[str, str]], Source]
+"""Takes ``options`` of a source and returns its documents."""
 
-class SplitSource:
-    """A source, divided into training and held-out documents.
-
-    Args:
-        name: Its name in ``[data.sources]``.
-        source: The documents.
-        held_out_fraction: Expected share of them that is held out.
-
-    Raises:
-        ValueError: If no document is left to train on.
-    """
-
-    def __init__(self, name: str, source: Source, held_out_fraction: float) -> None:
-        self.name = name
-        self.source = source
-        is_held_out = source.digests < int(held_out_fraction * 2**63)
-        self.train = np.flatnonzero(~is_held_out)
-        """Numbers of the training documents."""
-        self.held_out = np.flatnonzero(is_held_out)
-        """Numbers of the held-out documents."""
-        if not len(self.train):
-            raise ValueError(
-                f"data.sources.{name} has {len(source)} documents and none to train on; give it more documents"
-                + (f", or lower data.held_out_fraction = {held_out_fraction}" if len(source) else "")
-            )
-
-    def train_document(self, index: int) -> bytes:
-        """Training document ``index``, below ``len(self.train)``."""
-        return self.source.document(int(self.train[index]))
-
-    def held_out_document(self, index: int) -> bytes:
-        """Held-out document ``index``, below ``len(self.held_out)``."""
-        return self.source.document(int(self.held_out[index]))
+_OPENERS: dict[str, Opener] = {}
 
 
-def open_source(name: str, config: SourceConfig) -> Source:
-    """Opens one source.
+def register_source(name: str, opener: Opener) -> None:
+    """Makes ``opener`` what reads the sources with ``kind = "own"`` and ``opener = name``.
 
     Args:
-        name: Its name in ``[data.sources]``, for errors.
-        config: Its configuration.
+        name: Not taken yet.
+        opener: Takes the source's ``options`` and returns the documents, which ``ListSource`` can hold.
+    """
+    if name in _OPENERS:
+        raise ValueError(f"a source opener '{name}' is registered already; choose another name")
+    _OPENERS[name] = opener
+
+
+def open_source(name: str, config: DataConfig) -> TrainingSource:
+    """Opens one source of ``config``.
 
     Raises:
-        ValueError: If no file matches, or a file or record cannot be read; names it.
+        ValueError: If it cannot be read, or has nothing to train on; names it.
     """
-    if config.kind == "files":
+    source = config.sources[name]
+    limit = config.max_document_bytes if source.max_document_bytes is None else source.max_document_bytes
+    settings = Settings(
+        held_out_fraction=config.held_out_fraction,
+        repeat=source.repeat,
+        markers="auto" if source.part == "multimodal" else source.markers,
+        max_document_bytes=limit,
+    )
+    bad_records = BadRecords(name, config.on_bad_record)
+    if source.kind == "hub" and not source.is_local:
         # Takes over a second to import, for nothing in a run on built-in text.
+        from spider_titan.data.hub import open_hub
+
+        return open_hub(name, source, settings, bad_records, retry_seconds=config.hub_retry_seconds)
+    if source.in_place:
+        from spider_titan.data.files import open_in_place
+
+        return open_in_place(name, source, settings, bad_records)
+    return SplitSource(name, _open_by_number(name, source, bad_records), settings, bad_records)
+
+
+def load_sources(config: DataConfig) -> dict[str, TrainingSource]:
+    """Opens the sources that some phase reads, sorted by name.
+
+    Raises:
+        ValueError: As ``open_source``.
+    """
+    return {name: open_source(name, config) for name in config.used_sources}
+
+
+def _open_by_number(name: str, config: SourceConfig, bad_records: BadRecords) -> Source:
+    if config.is_local:
         from spider_titan.data.files import open_files
 
-        return open_files(name, config)
-    assert config.part is not None
-    return BuiltinSource(_BUILTIN_PARTS[config.part]())
-
-
-def load_sources(config: DataConfig) -> dict[str, SplitSource]:
-    """Opens and splits the sources that some phase reads, sorted by name.
-
-    Raises:
-        ValueError: As ``open_source`` and ``SplitSource``.
-    """
-    return {
-        name: SplitSource(name, open_source(name, config.sources[name]), config.held_out_fraction)
-        for name in config.used_sources
-    }
-
-
-@dataclass(frozen=True)
-class SourceSummary:
-    """What a source holds; bytes as stored.
-
-    Args:
-        name: Its name in ``[data.sources]``.
-        documents: Training documents.
-        bytes: Their bytes.
-        held_out_documents: Documents kept for validation.
-        held_out_bytes: Their bytes.
-        cut_documents: Training documents longer than ``data.max_document_bytes``.
-        cut_bytes: Their bytes beyond it.
-    """
-
-    name: str
-    documents: int
-    bytes: int
-    held_out_documents: int
-    held_out_bytes: int
-    cut_documents: int
-    cut_bytes: int
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.name}: {self.documents:,} documents, {self.bytes:,} bytes; "
-            f"held out {self.held_out_documents:,} documents, {self.held_out_bytes:,} bytes"
-        )
-        if self.cut_documents:
-            text += f"; cut {self.cut_documents:,} documents by {self.cut_bytes:,} bytes"
-        return text
-
-
-def describe(sources: Mapping[str, SplitSource], max_document_bytes: int) -> list[SourceSummary]:
-    """Counts what each source holds, and what a limit of ``max_document_bytes`` drops; 0: no limit."""
-    summaries = []
-    for name, split in sources.items():
-        sizes, held_out_sizes = split.source.sizes[split.train], split.source.sizes[split.held_out]
-        excess = np.maximum(sizes - max_document_bytes, 0) if max_document_bytes else np.zeros_like(sizes)
-        summaries.append(
-            SourceSummary(
-                name=name,
-                documents=len(sizes),
-                bytes=int(sizes.sum()),
-                held_out_documents=len(held_out_sizes),
-                held_out_bytes=int(held_out_sizes.sum()),
-                cut_documents=int((excess > 0).sum()),
-                cut_bytes=int(excess.sum()),
+        return open_files(name, config, bad_records)
+    if config.kind == "own":
+        if config.opener not in _OPENERS:
+            known = ", ".join(sorted(_OPENERS)) or "none"
+            raise ValueError(
+                f"data.sources.{name}.opener: '{config.opener}' is not registered (registered: {known}); name the "
+                f"module that calls register_source in job.import"
             )
-        )
-    return summaries
+        return _OPENERS[config.opener](config.options)
+    assert config.part is not None
+    return ListSource(_BUILTIN_PARTS[config.part]())

@@ -1,10 +1,16 @@
-"""Bytes <-> ids. Every byte is its own id; a document is ``BOS bytes EOS``. Nothing is normalised."""
+"""Bytes <-> ids. Every byte is its own id; a document is ``BOS bytes EOS``. Nothing is normalised.
+
+Bytes that are no text may stand between markers: ``BOS IMAGE_START bytes IMAGE_END EOS``.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from spider_titan import vocabulary
 from spider_titan.vocabulary import BOS_ID, EOS_ID, NUM_BYTES, VOCAB_SIZE
 
 Ids = NDArray[np.int16]
@@ -12,12 +18,57 @@ Ids = NDArray[np.int16]
 _MAX_CHARACTER_BYTES = 4
 
 
-def encode(document: bytes) -> Ids:
-    """Returns the ids of ``BOS document EOS``, int16 [len(document) + 2]."""
-    ids = np.empty(len(document) + 2, dtype=np.int16)
-    ids[0] = BOS_ID
-    ids[1:-1] = np.frombuffer(document, dtype=np.uint8)
-    ids[-1] = EOS_ID
+Modality = Literal["image", "audio", "video"]
+
+MARKERS: dict[Modality, tuple[int, int]] = {
+    "image": (vocabulary.IMAGE_START_ID, vocabulary.IMAGE_END_ID),
+    "audio": (vocabulary.AUDIO_START_ID, vocabulary.AUDIO_END_ID),
+    "video": (vocabulary.VIDEO_START_ID, vocabulary.VIDEO_END_ID),
+}
+"""The ids before and after the bytes of a modality."""
+
+_SIGNATURES: tuple[tuple[int, bytes, Modality], ...] = (
+    (0, b"\x89PNG\r\n\x1a\n", "image"),
+    (0, b"\xff\xd8\xff", "image"),
+    (0, b"GIF8", "image"),
+    (0, b"BM", "image"),
+    (0, b"II*\0", "image"),
+    (0, b"MM\0*", "image"),
+    (8, b"WEBP", "image"),
+    (8, b"WAVE", "audio"),
+    (0, b"fLaC", "audio"),
+    (0, b"OggS", "audio"),
+    (0, b"ID3", "audio"),
+    (0, b"\xff\xfb", "audio"),
+    (0, b"\x1aE\xdf\xa3", "video"),
+    (4, b"ftyp", "video"),
+    (8, b"AVI ", "video"),
+)
+"""Offset, bytes there, and what a file that has them is."""
+
+
+def modality_of(document: bytes) -> Modality | None:
+    """What a document is by the signature it begins with; None if it has none of those known."""
+    for offset, signature, modality in _SIGNATURES:
+        if document.startswith(signature, offset):
+            return modality
+    return None
+
+
+def encode(document: bytes, markers: Modality | Literal["auto"] | None = None) -> Ids:
+    """Returns the ids of ``BOS document EOS``, int16 [len(document) + 2], or with markers [len(document) + 4].
+
+    Args:
+        document: Its bytes.
+        markers: Which ones stand around them; auto: those of ``modality_of(document)``; None: none.
+    """
+    modality = modality_of(document) if markers == "auto" else markers
+    lead = 1 if modality is None else 2
+    ids = np.empty(len(document) + 2 * lead, dtype=np.int16)
+    ids[0], ids[-1] = BOS_ID, EOS_ID
+    if modality is not None:
+        ids[1], ids[-2] = MARKERS[modality]
+    ids[lead:-lead] = np.frombuffer(document, dtype=np.uint8)
     return ids
 
 

@@ -44,7 +44,7 @@ def finished(folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_it_ends_with_status_0_and_says_what_it_did(finished: subprocess.CompletedProcess[str]) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    for word in ("model spider, flavor debug", "held out", "active per byte", "FLOPs a byte", "phase 3/3", "done: 12"):
+    for word in ("model spider, flavor debug", "held out", "active per byte", "FLOPs a byte", "phase 5/5", "done: 12"):
         assert word in finished.stdout
     assert "Traceback" not in finished.stdout + finished.stderr and "Warning" not in finished.stderr
 

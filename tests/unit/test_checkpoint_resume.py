@@ -392,3 +392,33 @@ def test_plugins_hear_of_loaded_weights(world: World, unbroken: Path, tmp_path: 
     trainer = make_trainer(world, tmp_path)
     assert torch.equal(seen[-1], trainer.model.lm_head.weight.full_tensor())
     abandon(trainer)
+
+
+ENDING = RUN.replace('[[data.phases]]\nuntil = 0.5\nweights = { english = 1.0 }\nboundary = "fixed"\n', "").replace(
+    "weights = { english = 0.6, code = 0.4 }", "weights = { mine = 1.0 }"
+)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_end_of_data_ends_the_run_as_its_last_step_does(world: World, tmp_path: Path, workers: int) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number} " * 30)
+    source = f'[data.sources.mine]\nkind = "files"\npath = "{tmp_path}/texts/*.txt"\nrepeat = false\n'
+    run = ENDING + source + "[data]\nheld_out_fraction = 0.2\n"
+    options = ("--training.steps", "1000", "--checkpoint.keep_epoch_ends", "--data.num_workers", str(workers))
+    trainer = leg(world, tmp_path, *options, run=run)
+    last = trainer.progress.step
+    assert 12 < last < 60
+    assert logged(tmp_path)[-1]["step"] == last
+    assert "validation_bpb" in logged(tmp_path)[-1]
+    assert folders.read_kept(checkpoints(tmp_path))["final"] == {"step": last}
+    before = logged(tmp_path)
+    assert leg(world, tmp_path, *options, run=run).progress.step == last
+    assert [line for line in logged(tmp_path) if "loss" in line] == [line for line in before if "loss" in line]
+    # The same with epoch after epoch.
+    (tmp_path / "run").rename(tmp_path / "once")
+    leg(world, tmp_path, *options[2:], "--training.steps", "60", run=run.replace("repeat = false", ""))
+    kept = folders.read_kept(checkpoints(tmp_path))
+    assert kept["epoch-1"]["step"] < kept["epoch-2"]["step"] <= 60
+    assert {entry["step"] for entry in kept.values()} <= set(folders.steps_in(checkpoints(tmp_path)))

@@ -124,7 +124,7 @@ def test_command_line_reaches_sources_and_phases_of_the_file(tmp_path: Path) -> 
         CONFIGS / "spider_10b.toml", "--data.sources.code.path", "x/*", "--data.phases.1.weights.english", "9"
     )
     assert config.data.sources["code"].path == "x/*"
-    assert config.data.sources["math"].path == "data/math/*.parquet"
+    assert (config.data.sources["math"].path, config.data.sources["math"].name) == ("", "finemath-4plus")
     assert config.data.phases[1].weights == {"english": 9.0, "multilingual": 0.3}
 
 

@@ -3,10 +3,10 @@ import random
 import pytest
 
 from spider_titan.curriculum import Curriculum, PhaseConfig
+from spider_titan.data.documents import ListSource, Settings, SplitSource
 from spider_titan.data.loader import merge_cursors
 from spider_titan.data.order import permutation
 from spider_titan.data.rows import Cursor, Cursors, RowReader
-from spider_titan.data.sources import BuiltinSource, SplitSource
 from spider_titan.vocabulary import BOS_ID, EOS_ID
 
 # Each source writes with a byte of its own, so that a row tells where its ids come from.
@@ -19,24 +19,22 @@ PHASES = [
 ]
 
 
-def make_sources(longest: int) -> dict[str, SplitSource]:
+def make_sources(longest: int, limit: int = 0) -> dict[str, SplitSource]:
     rng = random.Random(longest)
+    settings = Settings(0.05, max_document_bytes=limit)
     return {
-        name: SplitSource(name, BuiltinSource([mark * rng.randint(0, longest) for _ in range(50)]), 0.05)
+        name: SplitSource(name, ListSource([mark * rng.randint(0, longest) for _ in range(50)]), settings)
         for name, mark in MARKS.items()
     }
 
 
-def make_reader(
-    sources: dict[str, SplitSource], max_document_bytes: int = 0, seed: int = SEED, cursors: Cursors | None = None
-) -> RowReader:
+def make_reader(sources: dict[str, SplitSource], seed: int = SEED, cursors: Cursors | None = None) -> RowReader:
     return RowReader(
         sources,
         Curriculum(PHASES, byte_budget=STEPS * NUM_SHARDS * SEQ_LEN, bytes_per_step=NUM_SHARDS * SEQ_LEN),
         seq_len=SEQ_LEN,
         num_shards=NUM_SHARDS,
         seed=seed,
-        max_document_bytes=max_document_bytes,
         cursors=cursors,
     )
 
@@ -63,8 +61,8 @@ def expected_stream(source: SplitSource, shard: int, num_ids: int, limit: int) -
 
 @pytest.mark.parametrize(("longest", "limit"), [(20, 0), (400, 0), (400, 50), (2000, 0)])
 def test_every_id_of_a_stream_is_a_target_once(longest: int, limit: int) -> None:
-    sources = make_sources(longest)
-    reader = make_reader(sources, limit)
+    sources = make_sources(longest, limit)
+    reader = make_reader(sources)
     streams: dict[tuple[int, str], list[int]] = {}
     for step in range(STEPS):
         for shard, row in enumerate(reader.read(step, range(NUM_SHARDS)).tolist()):
@@ -99,12 +97,12 @@ def test_shards_are_read_alone_as_among_others() -> None:
 @pytest.mark.parametrize(("longest", "limit"), [(5, 0), (400, 0), (400, 50), (2000, 0)])
 def test_cursors_are_the_whole_state(longest: int, limit: int) -> None:
     """Two resumes, the second with other owners of the shards, against a reader that is never stopped."""
-    sources = make_sources(longest)
-    through = make_reader(sources, limit)
+    sources = make_sources(longest, limit)
+    through = make_reader(sources)
     expected = [through.read(step, range(NUM_SHARDS)).tolist() for step in range(STEPS)]
     cursors: Cursors = {}
     for start, end, owners in ((0, 7, 1), (7, 45, 2), (45, STEPS, 3)):
-        readers = [make_reader(sources, limit, cursors=cursors) for _ in range(owners)]
+        readers = [make_reader(sources, cursors=cursors) for _ in range(owners)]
         for step in range(start, end):
             for owner, reader in enumerate(readers):
                 shards = range(owner, NUM_SHARDS, owners)
@@ -122,15 +120,15 @@ def test_a_resume_reads_nothing_of_what_is_behind(monkeypatch: pytest.MonkeyPatc
         reader.read(step, range(NUM_SHARDS))
     resumed = make_reader(sources, cursors=reader.cursors(range(NUM_SHARDS)))
     read: list[int] = []
-    document = BuiltinSource.document
-    monkeypatch.setattr(BuiltinSource, "document", lambda self, index: read.append(index) or document(self, index))
+    document = ListSource.document
+    monkeypatch.setattr(ListSource, "document", lambda self, index: read.append(index) or document(self, index))
     resumed.read(STEPS - 1, range(NUM_SHARDS))
     assert len(read) <= 2 * NUM_SHARDS
 
 
 def test_a_source_that_has_changed_is_refused() -> None:
     cursors: Cursors = {"a": {shard: Cursor(shard, 500) for shard in range(NUM_SHARDS)}}
-    with pytest.raises(ValueError, match=r"data\.sources\.a: the document to go on in has .* of which 500 were read"):
+    with pytest.raises(ValueError, match=r"data\.sources\.a: the documents are not those"):
         make_reader(make_sources(400), cursors=cursors).read(0, range(NUM_SHARDS))
 
 

@@ -10,7 +10,8 @@ import pytest
 from spider_titan.curriculum import PhaseConfig
 from spider_titan.data import corpus
 from spider_titan.data.config import DataConfig, SourceConfig
-from spider_titan.data.sources import BuiltinSource, SplitSource, describe, digest, load_sources
+from spider_titan.data.documents import ListSource, Settings, SplitSource, digest
+from spider_titan.data.sources import load_sources
 
 
 def numbered(count: int) -> list[bytes]:
@@ -25,7 +26,7 @@ def test_digest_is_pinned() -> None:
 
 def test_both_sides_together_are_the_source() -> None:
     documents = numbered(2000)
-    split = SplitSource("x", BuiltinSource(documents), 0.1)
+    split = SplitSource("x", ListSource(documents), Settings(0.1))
     train = [split.train_document(index) for index in range(len(split.train))]
     held_out = [split.held_out_document(index) for index in range(len(split.held_out))]
     assert sorted(train + held_out) == sorted(documents)
@@ -35,25 +36,25 @@ def test_both_sides_together_are_the_source() -> None:
 
 def test_equal_documents_are_on_one_side_in_every_source_and_order() -> None:
     documents = numbered(300)
-    first = SplitSource("x", BuiltinSource(documents + documents), 0.2)
-    second = SplitSource("y", BuiltinSource(documents[::-1]), 0.2)
+    first = SplitSource("x", ListSource(documents + documents), Settings(0.2))
+    second = SplitSource("y", ListSource(documents[::-1]), Settings(0.2))
     held_out = [{split.held_out_document(i) for i in range(len(split.held_out))} for split in (first, second)]
     assert held_out[0] == held_out[1]
     assert len(first.held_out) == 2 * len(second.held_out) > 0
 
 
 def test_a_larger_fraction_only_adds() -> None:
-    source = BuiltinSource(numbered(500))
-    small, large, none = (SplitSource("x", source, fraction) for fraction in (0.05, 0.3, 0.0))
+    source = ListSource(numbered(500))
+    small, large, none = (SplitSource("x", source, Settings(fraction)) for fraction in (0.05, 0.3, 0.0))
     assert len(none.held_out) == 0
     assert set(small.held_out) < set(large.held_out)
 
 
 def test_nothing_to_train_on_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.sources\.mine has 0 documents"):
-        SplitSource("mine", BuiltinSource([]), 0.1)
+        SplitSource("mine", ListSource([]), Settings(0.1))
     with pytest.raises(ValueError, match=r"data\.sources\.mine has 3 documents.*held_out_fraction"):
-        SplitSource("mine", BuiltinSource(numbered(3)), 0.9999999)
+        SplitSource("mine", ListSource(numbered(3)), Settings(0.9999999))
 
 
 def test_describe_counts_what_is_there_and_what_is_cut(tmp_path: Path) -> None:
@@ -66,14 +67,15 @@ def test_describe_counts_what_is_there_and_what_is_cut(tmp_path: Path) -> None:
         held_out_fraction=0.2,
         max_document_bytes=60,
     )
-    (summary,) = describe(load_sources(config), config.max_document_bytes)
+    summary = load_sources(config)["mine"].describe()
     train = [document for document in documents if digest(document) >= 0.2 * 2**63]
-    assert (summary.documents, summary.bytes) == (len(train), sum(map(len, train)))
-    assert summary.documents + summary.held_out_documents == 100
-    assert summary.bytes + summary.held_out_bytes == sum(map(len, documents))
-    assert summary.cut_documents == sum(len(document) > 60 for document in train)
-    assert summary.cut_bytes == sum(max(0, len(document) - 60) for document in train)
-    assert str(summary).startswith(f"mine: {len(train)} documents")
+    held_out = [document for document in documents if digest(document) < 0.2 * 2**63]
+    cut = [len(document) - 60 for document in train if len(document) > 60]
+    assert summary == (
+        f"mine: {len(train)} documents, {sum(map(len, train)):,} bytes; "
+        f"held out {len(held_out)} documents, {sum(map(len, held_out)):,} bytes; "
+        f"cut {len(cut)} documents by {sum(cut):,} bytes"
+    )
 
 
 @pytest.mark.parametrize("part", [corpus.english, corpus.code, corpus.multilingual])
