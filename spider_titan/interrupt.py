@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +29,10 @@ class Stopped(Exception):
     """The run was asked to stop, and its state is saved."""
 
 
+class WaitInterrupted(Exception):
+    """A signal came while the run waited for something that may never come."""
+
+
 class StopRequest:
     """A context manager that listens to signals and looks at the clock.
 
@@ -40,6 +46,7 @@ class StopRequest:
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._signal: signal.Signals | None = None
         self._received = 0.0
+        self._interrupts = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -50,6 +57,17 @@ class StopRequest:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "job.time_limit is reached"
         return ""
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within the block a signal raises ``WaitInterrupted``; what was waited for must not be asked again."""
+        self._interrupts = True
+        try:
+            if self._signal is not None:
+                raise WaitInterrupted
+            yield
+        finally:
+            self._interrupts = False
 
     def __enter__(self) -> StopRequest:
         for number in self.SIGNALS:
@@ -74,3 +92,5 @@ class StopRequest:
         self._signal, self._received = signal.Signals(number), now
         # No lock may be waited for in a handler: the log's could be held by the code that was interrupted.
         os.write(2, f"{self._signal.name}: stopping after this step; once more stops at once\n".encode())
+        if self._interrupts:
+            raise WaitInterrupted

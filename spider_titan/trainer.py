@@ -23,7 +23,7 @@ from spider_titan.data.loader import TrainLoader, build_train_loader, build_vali
 from spider_titan.data.problems import EndOfData
 from spider_titan.data.sources import load_sources
 from spider_titan.distributed import World, seed_everything
-from spider_titan.interrupt import Stopped, StopRequest
+from spider_titan.interrupt import Stopped, StopRequest, WaitInterrupted
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
@@ -201,9 +201,12 @@ class Trainer:
         """
         batches, ended = [], ""
         try:
-            batches = [next(self.batches) for _ in range(self.micro_batches)]
+            with self.stop_request.interrupting():
+                batches = [next(self.batches) for _ in range(self.micro_batches)]
         except EndOfData as end:
             ended = str(end)
+        except WaitInterrupted:
+            logger.info("stopped waiting for data")
         # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
         mine = {
             "targets": torch.tensor(sum(batch.num_targets for batch in batches)),

@@ -7,6 +7,8 @@ import logging
 import os
 import pickle
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +297,27 @@ def test_a_stop_is_saved_and_resumed(world: World, unbroken: Path, tmp_path: Pat
         step = trainer.progress.step
         assert str(stopped.value) == f"enough; the state after step {step} is saved: the same command goes on"
         assert folders.steps_in(checkpoints(tmp_path))[0] == step
+    leg(world, tmp_path)
+    assert logged(tmp_path) == logged(unbroken)
+
+
+def test_a_signal_ends_the_wait_for_data(world: World, unbroken: Path, tmp_path: Path) -> None:
+    with StopRequest() as stop:
+        trainer = make_trainer(world, tmp_path, stop=stop)
+        real, waited_on = trainer.batches, []
+
+        def waiting() -> Iterator[Any]:
+            for number, batch in enumerate(real):
+                if number == 9:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(60)
+                    waited_on.append(number)
+                yield batch
+
+        trainer.batches = waiting()  # type: ignore[assignment]
+        with pytest.raises(Stopped, match="received SIGTERM; the state after step 4 is saved"):
+            trainer.train()
+        assert waited_on == []
     leg(world, tmp_path)
     assert logged(tmp_path) == logged(unbroken)
 
