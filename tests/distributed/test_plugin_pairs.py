@@ -20,6 +20,8 @@ from spider_titan.spec import StepContext, get_model_spec
 
 from .ranks import TINY_SPIDER, build_sharded, join, random_batch, rows_of, saved, spawn
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpoint": ActivationCheckpointConfig(mode="selective")},

@@ -118,6 +118,7 @@ def logged(folder: Path, name: str = "run") -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(folder: Path) -> None:
     """With a save every 2 steps, by turns in the way of training and beside it. KILLS sets how often it is killed."""
     root, kills = folder / "run" / "checkpoint", int(os.environ.get("KILLS", "5"))
