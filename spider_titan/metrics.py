@@ -124,7 +124,7 @@ class MetricsLogger:
 def drop_lines_beyond(metrics_file: Path, step: int) -> None:
     """Keeps the whole lines up to ``step``; a process that was killed while it wrote leaves half a line."""
     with explain_disk_errors(metrics_file):
-        if not metrics_file.exists():
+        if not metrics_file.is_file():
             return
         text = metrics_file.read_text(encoding="utf-8")
         lines = text.splitlines(keepends=True)
