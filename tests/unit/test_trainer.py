@@ -268,9 +268,7 @@ def test_validation_at_several_loops(world: World, tmp_path: Path) -> None:
 
 
 def test_validation_at_several_loops_needs_loops(world: World, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"validation\.num_loops = .2. is for models that loop, and 'byte_tr"
-    ):
+    with pytest.raises(ValueError, match=r"validation\.num_loops = .2. is for models that loop, and 'byte_tr"):
         make_trainer(world, tmp_path, "--validation.num_loops", "2", model=TINY_BYTE_TRANSFORMER)
 
 
