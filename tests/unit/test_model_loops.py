@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spider_titan.distributed import ParallelismConfig, imagine_world
 from spider_titan.models.spider.loops import draw_loops, max_loops
 from spider_titan.models.spider.losses import spider_loss
 from spider_titan.models.spider.recurrence import CoreOutput, RecurrentCore, act_weights
+from spider_titan.plugins import PluginContext, activation_checkpoint
+from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
 from spider_titan.spec import Batch, StepContext, get_model_spec
 
 from .reference.tiny import enliven, lively_spider, next_ids, packed_rows, spider_config
@@ -137,6 +140,20 @@ def test_truncation_changes_gradients_and_no_value() -> None:
     assert not torch.allclose(grads[0], grads[2], rtol=0.01)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_and_truncation_go_together(mode: Any) -> None:
+    batch = Batch(packed_rows(), next_ids(packed_rows()))
+    spec, grads = get_model_spec("spider"), []
+    for how in ("none", mode):
+        with imagine_world(ParallelismConfig(), 1) as world:
+            context = PluginContext(world.mesh, activation_checkpoint=ActivationCheckpointConfig(mode=how))
+            model = activation_checkpoint.apply(lively_spider(backprop_loops=2).train(), spec, context)
+        spec.loss(model, batch, StepContext(batch.num_targets, num_loops=4)).total.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
 def test_a_step_runs_the_loops_of_its_context() -> None:
     batch = Batch(packed_rows(), next_ids(packed_rows()))
     model = lively_spider()
@@ -151,7 +168,7 @@ def test_the_ponder_cost_is_the_mean_of_the_expected_loops() -> None:
     context = StepContext(batch.num_targets)
     free, costly = (lively_spider(act_ponder_weight=weight).train() for weight in (0.0, 0.5))
     out = free(batch.input_ids)
-    rows = [out.ponder[row, out.filled[row]].mean() for row in range(4)]
+    rows = [out.ponder[row, out.filled[row]].detach().mean() for row in range(4)]
     targets = (batch.targets < 256 + 16) & (batch.targets != 256)
     expected = sum(float(mean) * int(count) for mean, count in zip(rows, targets.sum(-1), strict=True))
     terms = [spider_loss(model, batch, context) for model in (free, costly)]
