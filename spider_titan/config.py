@@ -31,6 +31,7 @@ from spider_titan.plugins import activation_checkpoint
 from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
 from spider_titan.plugins.compile import CompileConfig
 from spider_titan.plugins.precision import PrecisionConfig
+from spider_titan.profiling import ProfilingConfig
 from spider_titan.spec import ModelSpec, get_model_spec
 from spider_titan.toml_file import Alternatives, ConfigError, TomlFile, format_path, read_toml
 from spider_titan.trainer import TrainingConfig
@@ -120,6 +121,7 @@ class JobConfig:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     validation: ValidationConfig
+    profiling: ProfilingConfig
 
     @property
     def model_config(self) -> Any:
@@ -186,6 +188,11 @@ def check(config: JobConfig, *, world_size: int | None = None) -> None:
         config.parallelism.degrees(ranks)
         _check_length(config, ranks)
         _check_context(config)
+        if config.validation.num_loops and config.model_spec.max_loops is None:
+            raise ValueError(
+                f"validation.num_loops = {list(config.validation.num_loops)} is for models that loop, and "
+                f"'{config.model.name}' does not; remove it"
+            )
         if config.job.time_limit is not None and not config.checkpoint.enable:
             raise ValueError("job.time_limit needs checkpoint.enable = true: a run that ends early must be saved")
         _check_waiting(config, ranks)

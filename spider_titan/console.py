@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from spider_titan.failure import is_launched
-from spider_titan.run_directory import explain_disk_errors
+from spider_titan.run_directory import DiskError, explain_disk_errors
 
 LOGGER_NAME = "spider_titan"
+
+LOG_FILE_BYTES, OLD_LOG_FILES = 64 * 2**20, 20
+"""About half a million lines a file, and files enough that no run of any use loses one."""
 
 FATAL = {"is_fatal": True}
 """``extra`` of the line that says why a rank ends; if there is a launcher, it shows the one that matters."""
@@ -34,11 +38,17 @@ def _is_for_console(record: logging.LogRecord) -> bool:
     return not (getattr(record, "is_fatal", False) and is_launched())
 
 
-class _LogFile(logging.FileHandler):
-    """A file handler that does not let a line get lost: a failed write ends the run instead of printing a traceback."""
+class _LogFile(RotatingFileHandler):
+    """A log file that does not let a line get lost: a failed write ends the run instead of printing a traceback.
+
+    A full file is renamed to ``train.log.1``, the one before to ``train.log.2``, and so on.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
+        if isinstance(error, DiskError):
+            # Explained already: the base class calls again for what its own base class has let pass.
+            raise error
         if not isinstance(error, OSError):
             super().handleError(record)
             return
@@ -65,13 +75,18 @@ def setup_console(*, rank: int = 0) -> None:
     logger.addHandler(console)
 
 
-def add_log_file(path: Path) -> None:
+def add_log_file(path: Path, *, max_bytes: int = LOG_FILE_BYTES, max_old_files: int = OLD_LOG_FILES) -> None:
     """Also appends every line from now on to ``path``; for rank 0.
+
+    Args:
+        path: The file.
+        max_bytes: Once a line would make it longer, the file is renamed and a new one begun.
+        max_old_files: Renamed files that are kept.
 
     Raises:
         DiskError: If it cannot be opened; later from the logging call whose line cannot be written.
     """
     with explain_disk_errors(path):
-        log_file = _LogFile(path, encoding="utf-8")
+        log_file = _LogFile(path, maxBytes=max_bytes, backupCount=max_old_files, encoding="utf-8")
     log_file.setFormatter(_LineFormatter(rank=0))
     logging.getLogger(LOGGER_NAME).addHandler(log_file)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spider_titan import plugins, startup
+from spider_titan.activation_memory import estimate_activations
 from spider_titan.distributed import World, num_shards
-from spider_titan.optim import check_groups
+from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins.fsdp import plan_units
 from spider_titan.spec import ModelSpec
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE_BYTES = {"parameters": 4, "gradients": 4, "optimizer": 8}
-"""What a rank keeps of each parameter of its shard, in bytes: all fp32, and AdamW has two averages."""
+MASTER_BYTES = 4
+"""A rank keeps each parameter of its shard, and the gradient, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,37 @@ class Collectives:
     scalar_all_reduces: int
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a rank, in bytes but for the first.
+
+    Args:
+        parameters: Number of parameters in its shards.
+        gathered: Gathered weights, at most.
+        reduced: Buffers of the gradients of one unit that are being reduced, at most.
+        activations: Of a micro-batch, at most.
+        optimizer: State of the optimizer.
+        offloads: Whether weights, gradients and optimizer state are in the host's memory.
+    """
+
+    parameters: int
+    gathered: int
+    reduced: int
+    activations: int
+    optimizer: int
+    offloads: bool
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer state."""
+        return 2 * MASTER_BYTES * self.parameters + self.optimizer
+
+    @property
+    def on_device(self) -> int:
+        """All that may be on the device at once; an upper bound, as the peaks of its parts do not coincide."""
+        return (0 if self.offloads else self.state) + self.gathered + self.reduced + self.activations
+
+
 def run(config: JobConfig, world: World) -> None:
     """Builds, shards and describes the model of ``config`` on rank 0 of ``world``.
 
@@ -78,11 +110,22 @@ def run(config: JobConfig, world: World) -> None:
     )
     context = plugins.PluginContext.from_config(config, world.mesh)
     model = plugins.apply_plugins(spec.build(config.model_config, device="meta"), spec, context)
-    check_groups(model, spec.param_groups(model))
+    groups = spec.param_groups(model)
+    check_groups(model, groups)
+    optimizer = GroupedAdamW(groups, config.optimizer, config.lr_scheduler, 1, world.sum_over_shards)
     startup.log_model(config, model, training.bytes_per_step(world.size))
     units = describe_units(model, spec, context)
     log_units(units)
-    log_memory(units)
+    activations = estimate_activations(
+        spec,
+        config.model_config,
+        context,
+        rows=training.local_batch_size,
+        seq_len=training.seq_len,
+        max_boundary_rate=max(phase.boundary_capacity for phase in config.data.phases),
+    )
+    offloads = config.parallelism.enable_cpu_offload
+    log_memory(describe_memory(units, world, activations, optimizer.state_bytes(), offloads=offloads))
     micro_batches = training.rows_per_step(world.size) // world.size // training.local_batch_size
     total = count_collectives(units, world, micro_batches)
     logger.info(
@@ -158,16 +201,52 @@ def log_units(units: list[Unit]) -> None:
         )
 
 
-def log_memory(units: list[Unit]) -> None:
-    """Logs what a rank keeps, and what it holds at most of gathered weights; activations come on top."""
-    parameters = sum(unit.local_parameters for unit in units)
-    parts = ", ".join(f"{name} {gibibytes(parameters * size)}" for name, size in STATE_BYTES.items())
-    state = parameters * sum(STATE_BYTES.values())
-    kept = sum(unit.gathered_bytes for unit in units if not unit.reshard_after_forward)
+def describe_memory(units: list[Unit], world: World, activations: int, optimizer: int, *, offloads: bool) -> Memory:
+    """What a rank holds at most.
+
+    Args:
+        units: From ``describe_units``.
+        world: The ranks.
+        activations: Bytes of a micro-batch, from ``estimate_activations``.
+        optimizer: Bytes of its state on a rank.
+        offloads: Whether weights, gradients and optimizer state are in the host's memory.
+    """
     # The next unit is gathered while one computes.
     freed = sorted((unit.gathered_bytes for unit in units if unit.reshard_after_forward), reverse=True)
-    logger.info("a rank: %s parameters; %s: %s", f"{parameters:,}", parts, gibibytes(state))
-    logger.info("a rank: gathered weights at most %s; activations come on top", gibibytes(kept + sum(freed[:2])))
+    gathered = sum(unit.gathered_bytes for unit in units if not unit.reshard_after_forward) + sum(freed[:2])
+    # A unit's gradients are copied into one fp32 buffer and added into another. One rank has a third: its own divided.
+    copies = 2 if num_shards(world.mesh) == 1 else 1
+    reduced = max(4 * (copies * unit.parameters + unit.local_parameters) for unit in units)
+    return Memory(
+        parameters=sum(unit.local_parameters for unit in units),
+        gathered=gathered,
+        reduced=reduced,
+        activations=activations,
+        optimizer=optimizer,
+        offloads=offloads,
+    )
+
+
+def log_memory(memory: Memory) -> None:
+    """Logs what a rank keeps, and what comes on top within a step."""
+    logger.info(
+        "a rank: %s parameters; weights and gradients %s, optimizer %s: %s",
+        f"{memory.parameters:,}",
+        gibibytes(2 * MASTER_BYTES * memory.parameters),
+        gibibytes(memory.optimizer),
+        gibibytes(memory.state),
+    )
+    logger.info(
+        "a rank: gathered weights at most %s, gradients being reduced %s, activations of a micro-batch %s",
+        gibibytes(memory.gathered),
+        gibibytes(memory.reduced),
+        gibibytes(memory.activations),
+    )
+    logger.info(
+        "a rank: at most %s on its device%s",
+        gibibytes(memory.on_device),
+        f", and {gibibytes(memory.state)} in the host's memory" if memory.offloads else "",
+    )
 
 
 def gibibytes(size: float) -> str:

@@ -21,6 +21,8 @@ from spider_titan.run_directory import explain_disk_errors
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from spider_titan.wandb_log import WeightsAndBiases
+
 logger = logging.getLogger(__name__)
 
 Value = float | int | str
@@ -56,6 +58,8 @@ class MetricsConfig:
     """Steps from one log line to the next. A line has the numbers of its own step, and the rate since the last line."""
     enable_tensorboard: bool = True
     """Write TensorBoard curves to tb/ in the run directory; metrics.jsonl is always written."""
+    enable_wandb: bool = False
+    """Send the numbers to Weights & Biases too; needs the package wandb."""
 
     def __post_init__(self) -> None:
         if self.log_freq < 1:
@@ -71,16 +75,24 @@ class MetricsLogger:
         tensorboard_folder: None: no TensorBoard.
         first_step: Steps that are done already. What an earlier leg of the run has logged beyond them is dropped,
             since those steps come again.
+        wandb: None: no Weights & Biases.
 
     Raises:
         DiskError: From every method, if something cannot be written.
     """
 
     def __init__(
-        self, metrics_file: Path, *, total_steps: int, tensorboard_folder: Path | None = None, first_step: int = 0
+        self,
+        metrics_file: Path,
+        *,
+        total_steps: int,
+        tensorboard_folder: Path | None = None,
+        first_step: int = 0,
+        wandb: WeightsAndBiases | None = None,
     ) -> None:
         self._metrics_file = metrics_file
         self._total_steps = total_steps
+        self._wandb = wandb
         drop_lines_beyond(metrics_file, first_step)
         self._tensorboard = TensorBoard(tensorboard_folder, first_step) if tensorboard_folder is not None else None
 
@@ -112,6 +124,8 @@ class MetricsLogger:
         """Brings the last curves to disk; nothing may be logged afterwards."""
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _write(self, step: int, values: Mapping[str, Value | None]) -> None:
         line = json.dumps({"step": step, **{key: _json_value(value) for key, value in values.items()}}, allow_nan=False)
@@ -119,6 +133,8 @@ class MetricsLogger:
             file.write(line + "\n")
         if self._tensorboard is not None:
             self._tensorboard.add(step, values)
+        if self._wandb is not None:
+            self._wandb.add(step, values)
 
 
 def drop_lines_beyond(metrics_file: Path, step: int) -> None:

@@ -1,7 +1,7 @@
 """The run directory (``job.dump_folder``), where everything that a run leaves behind lies.
 
     config.toml       the effective configuration, reloadable
-    logs/train.log    what the console showed
+    logs/train.log    what the console showed; a full file becomes train.log.1
     metrics.jsonl     one object a logged step
     tb/               TensorBoard events
     checkpoint/       saved states, if the run saves

@@ -53,6 +53,7 @@ class StepContext:
         boundary_phase: ``fixed`` or ``adaptive``: which boundary loss and bias rule apply.
         max_boundary_rate: Boundaries a row may hold, as a share of its length.
         frozen_groups: Names of parameter groups that do not train at this step.
+        num_loops: Loops to run; None: as many as the model's config says, or the model has none.
     """
 
     num_targets: int
@@ -60,6 +61,7 @@ class StepContext:
     boundary_phase: Literal["fixed", "adaptive"] = "adaptive"
     max_boundary_rate: float = 1.0
     frozen_groups: frozenset[str] = frozenset()
+    num_loops: int | None = None
 
 
 @dataclass
@@ -148,6 +150,9 @@ class ModelSpec:
         parameter_counts: Model -> parameters by part, among them ``total`` and ``active per byte``.
         after_step: ``(model, totals, context)``; rules that move buffers after the optimizer step. ``totals`` are
             summed over ranks.
+        draw_loops: ``(config, seed, step)`` -> loops of that training step, the same on all ranks. None: the model
+            does not loop, or not a number of times that ``StepContext.num_loops`` could say.
+        max_loops: Config -> the most that ``draw_loops`` returns; given with it.
     """
 
     name: str
@@ -162,6 +167,8 @@ class ModelSpec:
     flops_per_byte: Callable[[Any, int], float]
     parameter_counts: Callable[[Any], dict[str, int]]
     after_step: Callable[[Any, Mapping[str, Tensor], StepContext], None]
+    draw_loops: Callable[[Any, int, int], int] | None = None
+    max_loops: Callable[[Any], int] | None = None
 
     def build(self, config: Any, *, device: torch.device | str | None = None, seed: int = 0) -> nn.Module:
         """Builds the model on the meta device, then materialises and initialises it on ``device``.

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,11 @@ from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, for
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
 from spider_titan.plugins.compile import WarmUp, warm_up
+from spider_titan.profiling import Profiler
 from spider_titan.run_directory import RunDirectory
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
+from spider_titan.wandb_log import WeightsAndBiases
 
 if TYPE_CHECKING:
     from spider_titan.config import JobConfig
@@ -101,7 +104,7 @@ class Trainer:
     ) -> None:
         self.world, self.stop_request = world, stop_request or StopRequest()
         self.training = config.training
-        self.spec = config.model_spec
+        self.spec, self.model_config = config.model_spec, config.model_config
         seed_everything(self.training.seed, deterministic=self.training.deterministic)
         self.total_steps = self.training.total_steps(world.size)
         self.bytes_per_step = self.training.bytes_per_step(world.size)
@@ -110,6 +113,7 @@ class Trainer:
             byte_budget=self.training.byte_budget or self.total_steps * self.bytes_per_step,
             bytes_per_step=self.bytes_per_step,
         )
+        self.profiler = self._build_profiler(config)
         sources = self.sources = load_sources(config.data)
         self.validator, self.validation_freq = self._build_validator(config, sources), config.validation.freq
         self.run_directory = self._open_directory(config, config_text)
@@ -120,7 +124,7 @@ class Trainer:
         self.bytes_before = 0
         self.progress, saved_step = self._find_progress()
         self.micro_batches, self.batches = self._build_data(config, sources)
-        self.metrics = self._open_metrics(config)
+        self.metrics = self._open_metrics(config, config_text)
         startup.log_run(config, sources, world, self.curriculum, self.total_steps)
         self.plugin_context = PluginContext.from_config(config, world.mesh)
         self.model = self._build_model(config)
@@ -154,10 +158,11 @@ class Trainer:
             self._save(self._reasons_to_keep())
         if first_step >= self.total_steps:
             logger.info("nothing is left to do: step %d is saved; more training.steps extend the run", first_step)
-        while self.progress.step < self.total_steps:
-            if not self._train_step(is_first=self.progress.step == first_step):
-                self._end_early()
-                break
+        with self.profiler or nullcontext():
+            while self.progress.step < self.total_steps:
+                if not self._train_step(is_first=self.progress.step == first_step):
+                    self._end_early()
+                    break
         self._finish(time.perf_counter() - begin)
 
     def _train_step(self, *, is_first: bool) -> bool:
@@ -184,6 +189,9 @@ class Trainer:
         if not self.progress.validated:
             self._validate()
         self._save_if_due(totals)
+        if self.profiler:
+            with self.rate.paused():
+                self.profiler.step(done)
         return True
 
     def _end_early(self) -> None:
@@ -227,13 +235,14 @@ class Trainer:
         self, step: int, batches: list[Batch], num_targets: int
     ) -> tuple[StepContext, dict[str, Tensor]]:
         """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
-        phase = self.curriculum.at(step)
+        phase, draw = self.curriculum.at(step), self.spec.draw_loops
         context = StepContext(
             num_targets=num_targets,
             boundary_mode=phase.boundary_mode,
             boundary_phase=phase.boundary,
             max_boundary_rate=phase.boundary_capacity,
             frozen_groups=self.optimizer.frozen_groups(step),
+            num_loops=draw(self.model_config, self.training.seed, step) if draw else None,
         )
         totals: dict[str, Tensor] = {}
         for batch in batches:
@@ -402,11 +411,16 @@ class Trainer:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        return Validator(self.spec, batches, self.world)
+        return Validator(self.spec, batches, self.world, config.validation.num_loops)
 
     def _warm_up(self, config: JobConfig) -> None:
         ids = torch.zeros(self.training.local_batch_size, self.training.seq_len, dtype=torch.int64)
-        plan = WarmUp(config.data.phases, Batch(ids, ids).to(self.world.device), config.validation.enable)
+        plan = WarmUp(
+            config.data.phases,
+            Batch(ids, ids).to(self.world.device),
+            config.validation.enable,
+            num_loops=self.spec.max_loops(self.model_config) if self.spec.max_loops else None,
+        )
         warm_up(self.model, self.spec, plan)
 
     def _open_directory(self, config: JobConfig, config_text: str) -> RunDirectory | None:
@@ -448,15 +462,23 @@ class Trainer:
             logger.info("checkpoint: initial weights from %s", path)
         plugins.after_step(self.model, self.plugin_context)
 
-    def _open_metrics(self, config: JobConfig) -> MetricsLogger | None:
+    def _open_metrics(self, config: JobConfig, config_text: str) -> MetricsLogger | None:
         if self.run_directory is None:
             return None
+        wandb = WeightsAndBiases(self.run_directory.path, config_text) if config.metrics.enable_wandb else None
         return MetricsLogger(
             self.run_directory.metrics_file,
             total_steps=self.total_steps,
             tensorboard_folder=self.run_directory.tensorboard_folder if config.metrics.enable_tensorboard else None,
             first_step=self.progress.step,
+            wandb=wandb,
         )
+
+    def _build_profiler(self, config: JobConfig) -> Profiler | None:
+        if not config.profiling.enabled:
+            return None
+        folder = Path(config.job.dump_folder).expanduser().resolve()
+        return Profiler(config.profiling, folder, rank=self.world.rank, device=self.world.device)
 
     def _build_model(self, config: JobConfig) -> nn.Module:
         """Meta device -> plugins -> memory -> initial weights, which are the same at every world size."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,16 @@ class ValidationConfig:
     """Steps from one validation to the next."""
     bytes: int = 65536
     """Size of the held-out slice, shared among the sources by the last phase's weights."""
+    num_loops: tuple[int, ...] = ()
+    """Numbers of loops to measure as well, as validation_bpb/T=NUMBER, each in a pass of its own over the slice."""
 
     def __post_init__(self) -> None:
         if self.freq < 1:
             raise ValueError(f"freq = {self.freq} must be at least 1; to switch validation off set enable = false")
         if self.bytes < 1:
             raise ValueError(f"bytes = {self.bytes} must be at least 1")
+        if any(number < 1 for number in self.num_loops) or len(set(self.num_loops)) < len(self.num_loops):
+            raise ValueError(f"num_loops = {list(self.num_loops)} must hold distinct numbers of at least 1")
 
 
 class Validator:
@@ -37,10 +41,13 @@ class Validator:
         spec: The model's spec.
         batches: Source name -> this rank's part of the slice; every rank has equally many.
         world: The ranks.
+        num_loops: Numbers of loops to measure beside the trained one, for models that loop.
     """
 
-    def __init__(self, spec: ModelSpec, batches: Mapping[str, Sequence[Batch]], world: World) -> None:
-        self._spec, self._batches, self._world = spec, batches, world
+    def __init__(
+        self, spec: ModelSpec, batches: Mapping[str, Sequence[Batch]], world: World, num_loops: Sequence[int] = ()
+    ) -> None:
+        self._spec, self._batches, self._world, self._num_loops = spec, batches, world, num_loops
 
     @torch.no_grad()
     def run(
@@ -48,28 +55,57 @@ class Validator:
     ) -> dict[str, float] | None:
         """Returns ``validation_bpb`` and ``validation_loss`` (nats a target), and ``validation_bpb/NAME`` a source.
 
+        With several numbers of loops it also returns ``validation_bpb/T=NUMBER`` for each.
+
         Args:
             model: In training mode before and after.
             max_boundary_rate: The slots a row has in the phase in force.
             should_stop: Asked before every batch, on all ranks alike; if it is true the result is None.
         """
         context = StepContext(num_targets=1, boundary_mode="threshold", max_boundary_rate=max_boundary_rate)
-        totals: dict[str, Tensor] = {}
-        by_source: dict[str, float] = {}
         model.eval()
+        try:
+            by_source = self._measure(model, context, should_stop)
+            at_loops = {
+                number: self._measure(model, replace(context, num_loops=number), should_stop)
+                for number in self._num_loops
+            }
+        except _StopValidationError:
+            return None
+        finally:
+            model.train()
+        totals = self._spec.metrics(_total(by_source))
+        return {
+            "validation_bpb": totals["bpb"],
+            "validation_loss": totals["lm_loss"],
+            **{f"validation_bpb/{name}": self._spec.metrics(sums)["bpb"] for name, sums in by_source.items()},
+            **{f"validation_bpb/T={n}": self._spec.metrics(_total(sums))["bpb"] for n, sums in at_loops.items()},
+        }
+
+    def _measure(
+        self, model: nn.Module, context: StepContext, should_stop: Callable[[], bool]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Source name -> sums over the slice and the ranks."""
+        by_source = {}
         for name, batches in self._batches.items():
             sums: dict[str, Tensor] = {}
             for batch in batches:
                 if should_stop():
-                    model.train()
-                    return None
+                    raise _StopValidationError
                 add_sums(sums, self._spec.loss(model, batch.to(self._world.device), context).sums)
-            sums = self._world.sum_over_ranks(sums)
-            by_source[f"validation_bpb/{name}"] = self._spec.metrics(sums)["bpb"]
-            add_sums(totals, sums)
-        model.train()
-        metrics = self._spec.metrics(totals)
-        return {"validation_bpb": metrics["bpb"], "validation_loss": metrics["lm_loss"], **by_source}
+            by_source[name] = self._world.sum_over_ranks(sums)
+        return by_source
+
+
+class _StopValidationError(Exception):
+    """The run is asked to stop within a validation."""
+
+
+def _total(by_source: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    totals: dict[str, Tensor] = {}
+    for sums in by_source.values():
+        add_sums(totals, sums)
+    return totals
 
 
 def add_sums(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:

@@ -85,11 +85,13 @@ class WarmUp:
         phases: All of the run's.
         batch: Of the run's shape, strides and device; its content does not matter.
         validates: Whether the run validates.
+        num_loops: The most loops of a training step, for models that loop: what fewer loops need is among theirs.
     """
 
     phases: Sequence[PhaseConfig]
     batch: Batch
     validates: bool = True
+    num_loops: int | None = None
 
     def training_contexts(self, spec: ModelSpec, model: nn.Module) -> list[StepContext]:
         """The distinct contexts of training steps: each phase, with and without the groups that start late."""
@@ -101,6 +103,7 @@ class WarmUp:
                 boundary_phase=phase.boundary,
                 max_boundary_rate=phase.boundary_capacity,
                 frozen_groups=frozen,
+                num_loops=self.num_loops,
             )
             for phase in self.phases
             for frozen in (late, frozenset())
@@ -126,7 +129,8 @@ def warm_up(model: nn.Module, spec: ModelSpec, plan: WarmUp) -> None:
     if not num_compiled:
         return
     training, validation = plan.training_contexts(spec, model), plan.validation_contexts()
-    _allow_variants(num_compiled * (len(training) + len(validation)))
+    # A part of a looped block may be called with and without gradients in one step.
+    _allow_variants(num_compiled * (2 * len(training) + len(validation)))
     begin = time.perf_counter()
     with _untouched(model, plan.batch.input_ids.device):
         # The steps come last: a backward leaves sharded weights as the optimizer wants them, a forward does not.

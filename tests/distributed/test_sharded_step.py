@@ -104,7 +104,7 @@ def run_rank(rank: int, folder: str) -> None:
         for loops in LOOPS:
             for policy in RESHARD:
                 parallelism = ParallelismConfig(fsdp_reshard_after_forward=policy)
-                config = spec.config_class(**{**SIZES["spider"], "num_loops": loops})
+                config = spec.config_class(**{**SIZES["spider"], "num_loops": loops, "backprop_loops": loops // 2})
                 model = build_sharded(spec, config, world, parallelism=parallelism)
                 counter = whole_step(spec, model, world, random_batch())
                 units = dry_run.describe_units(model, spec, PluginContext(world.mesh, parallelism=parallelism))

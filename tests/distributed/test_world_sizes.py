@@ -74,7 +74,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = "\n".join(
         f"{key} = {list(value) if isinstance(value, tuple) else value}" for key, value in TINY_SPIDER.items()
     )
-    (folder / "run.toml").write_text(f'[model]\nname = "spider"\n{model}\n{RUN}')
+    recurrence = 'sample_loops = "poisson"\nbackprop_loops = 2'
+    (folder / "run.toml").write_text(f'[model]\nname = "spider"\n{model}\n{recurrence}\n{RUN}')
     for size in (1, 2, 3, 4):
         spawn(size, train, str(folder), {name: options for name, (ranks, options) in WORLDS.items() if ranks == size})
     return folder

@@ -156,12 +156,16 @@ def test_two_crashes_change_no_number(world: World, unbroken: Path, tmp_path: Pa
     assert last.progress.step == 12
 
 
-def test_bf16_goes_on_to_the_bit(world: World, tmp_path: Path) -> None:
+SAMPLED = ("--model.sample_loops", "poisson", "--model.num_loops", "3", "--model.backprop_loops", "2")
+
+
+@pytest.mark.parametrize("options", [("--precision.mode", "bf16"), SAMPLED], ids=["bf16", "sampled loops"])
+def test_other_settings_go_on_to_the_bit(world: World, tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    leg(world, tmp_path / "a", "--precision.mode", "bf16")
-    leg(world, tmp_path / "b", "--precision.mode", "bf16", crash_at=7)
-    leg(world, tmp_path / "b", "--precision.mode", "bf16")
+    leg(world, tmp_path / "a", *options)
+    leg(world, tmp_path / "b", *options, crash_at=7)
+    leg(world, tmp_path / "b", *options)
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
 
 

@@ -207,7 +207,7 @@ WRONG_FILES = [
         "[optimizer]\nwarmup_steps = 1",
         r"run.toml: \[optimizer\] has no key 'warmup_steps'; it belongs to \[lr_scheduler\]",
     ),
-    ("[training]\nnum_loops = 1", r"run.toml: \[training\] has no key 'num_loops'; it belongs to \[model\]"),
+    ("[training]\nexpert_rank = 8", r"run.toml: \[training\] has no key 'expert_rank'; it belongs to \[model\]"),
     ("[model]\nnum_loop = 1", r"run.toml: \[model\] has no key 'num_loop'; did you mean 'num_loops'\?"),
     ("[model]\nflavour = 'debug'", r"run.toml: \[model\] has no key 'flavour'; did you mean 'flavor'\?"),
     ("[job]\nimports = 'x'", r"run.toml: \[job\] has no key 'imports'; did you mean 'import'\?"),

@@ -192,6 +192,27 @@ def test_nothing_is_compiled_after_warm_up(world: World) -> None:
     assert {1, config.num_experts} <= {sum(load) for load in loads}
 
 
+def test_drawn_loops_and_truncation_compile_nothing_anew(world: World) -> None:
+    """Loops run in plain Python; what they add is one variant without gradients, which warm-up has met."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 1
+    config = replace(SPIDER, sample_loops="poisson", max_sampled_loops=3, backprop_loops=2)
+    model = compiled(lively_model(config), SPEC, world, backend="eager")
+    assert SPEC.draw_loops is not None
+    assert SPEC.max_loops is not None
+    warm_up(model, SPEC, replace(plan(), num_loops=SPEC.max_loops(config)))
+    graphs = counters["stats"]["unique_graphs"]
+    drawn = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(20):
+            loops = SPEC.draw_loops(config, 0, step)
+            drawn.add(loops)
+            context = step_context(num_loops=loops)
+            SPEC.loss(model, random_batch(step), context).total.backward()
+    assert drawn == {1, 2, 3}
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
 def test_warm_up_leaves_no_trace(world: World) -> None:
     class Counting(nn.Linear):
         """Moves a buffer and draws a random number in every forward."""

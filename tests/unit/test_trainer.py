@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from spider_titan.config import load_config, to_toml
 from spider_titan.distributed import CommConfig, ParallelismConfig, World, join_world
+from spider_titan.models.spider.loops import draw_loops
 from spider_titan.optim import GroupedAdamW, LRSchedulerConfig, OptimizerConfig
 from spider_titan.spec import Batch, StepContext, get_model_spec
 from spider_titan.trainer import Trainer
@@ -236,3 +238,52 @@ def test_loss_falls_and_lines_are_complete(world: World, tmp_path: Path) -> None
     assert lines[0]["phase"] == "1/2 fixed" and lines[-1]["phase"] == "2/2 adaptive"
     assert lines[0]["bytes_per_second"] is None and lines[-1]["bytes_per_second"] > 0
     assert lines[0]["lr"] == pytest.approx(1.5e-3) and lines[-1]["lr"] == pytest.approx(3e-4)
+
+
+def test_validation_at_several_loops(world: World, tmp_path: Path) -> None:
+    """Each number is what a model that is told so measures; training does not notice."""
+    _, without = train(world, tmp_path / "a", "--validation.no_enable")
+    options = ("--validation.num_loops", "1", "2", "5")
+    _, state = train(world, tmp_path / "b", *options)
+    assert_same(state, without)
+    lines = [json.loads(line) for line in (tmp_path / "b" / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = next(line for line in reversed(lines) if "validation_bpb" in line)
+    assert last["validation_bpb/T=2"] == last["validation_bpb"], "2 is the trained number"
+    trainer = make_trainer(world, tmp_path / "b", *options)
+    plain: Any = trainer.spec.build(trainer.model_config, seed=0)
+    plain.load_state_dict(state)
+    plain.eval()
+    assert trainer.validator is not None
+    capacity = trainer.curriculum.at(7).boundary_capacity
+    for number in (1, 5):
+        nats, count = 0.0, 0
+        for batch in trainer.validator._batches["english"]:
+            with torch.no_grad():
+                logits = plain(batch.input_ids, max_boundary_rate=capacity, num_loops=number).logits
+            picked = logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0]
+            nats -= float(picked[batch.targets < 256].sum())
+            count += int((batch.targets < 256).sum())
+        assert last[f"validation_bpb/T={number}"] == pytest.approx(nats / count / math.log(2), rel=1e-5)
+    assert last["validation_bpb/T=1"] != last["validation_bpb/T=5"]
+
+
+def test_validation_at_several_loops_needs_loops(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"validation\.num_loops = .2. is for models that loop, and 'byte_tr"):
+        make_trainer(world, tmp_path, "--validation.num_loops", "2", model=TINY_BYTE_TRANSFORMER)
+
+
+def test_every_step_runs_the_loops_drawn_for_it(world: World, tmp_path: Path) -> None:
+    options = ("--model.sample_loops", "poisson", "--model.num_loops", "3", "--training.seed", "5")
+    trainer = make_trainer(world, tmp_path, *options)
+    counts: list[int] = []
+
+    def count(module: Any, arguments: Any, output: Any) -> None:
+        if module.training:
+            counts.append(trainer.progress.step)
+
+    layer: Any = trainer.model.get_submodule("core.layers.0")
+    layer.register_forward_hook(count)
+    trainer.train()
+    drawn = [draw_loops(trainer.model_config, 5, step) for step in range(8)]
+    assert [counts.count(step) for step in range(8)] == drawn
+    assert len(set(drawn)) > 1

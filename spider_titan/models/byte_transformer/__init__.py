@@ -14,7 +14,23 @@ from spider_titan.models.common.losses import as_sums, language_model_metrics, l
 from spider_titan.spec import Batch, Block, LossTerms, ModelSpec, ParamGroup, StepContext, register_model_spec
 from spider_titan.vocabulary import VOCAB_SIZE
 
-FLAVORS = {"debug": ByteTransformerConfig()}
+FLAVORS = {
+    "debug": ByteTransformerConfig(),
+    # As many of Spider's blocks of that flavor as cost what it costs.
+    "10b": ByteTransformerConfig(
+        hidden_size=2048,
+        num_heads=16,
+        num_layers=12,
+        intermediate_size=6144,
+        q_lora_rank=768,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        attention_window=8192,
+        rope_original_length=32768,
+    ),
+}
 
 
 def init_weights(model: ByteTransformer, seed: int) -> None:

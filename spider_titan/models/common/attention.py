@@ -32,7 +32,11 @@ class ChunkMask(NamedTuple):
     visible: Tensor
 
 
-AttentionMask = ChunkMask | BlockMask
+class ShapeMask(NamedTuple):
+    """Stands for a mask on the meta device, where nothing is computed."""
+
+
+AttentionMask = ChunkMask | BlockMask | ShapeMask
 
 
 def attention_mask(documents: Tensor, window: int) -> AttentionMask:
@@ -44,6 +48,8 @@ def attention_mask(documents: Tensor, window: int) -> AttentionMask:
     """
     if documents.device.type == "cuda":
         return _flex_mask(documents, window)
+    if documents.device.type == "meta":
+        return ShapeMask()
     return _chunk_mask(documents, window)
 
 
@@ -63,6 +69,8 @@ def windowed_attention(q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, mask: Att
     if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(1, 2) for x in (q_BLHK, k_BLHK, v_BLHV))
         return _flex()(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+    if isinstance(mask, ShapeMask):
+        return _ShapeOfAttention.apply(q_BLHK, k_BLHK, v_BLHV)
     return _chunked_attention(q_BLHK, k_BLHK, v_BLHV, mask, scale)
 
 
@@ -140,6 +148,21 @@ class _Overlapping(torch.autograd.Function):
         for start, part in enumerate(parts):
             total[:, start : start + num_chunks] += part
         return total, None
+
+
+class _ShapeOfAttention(torch.autograd.Function):
+    """What an attention kernel keeps and gives on the meta device: its inputs, its result and a number a query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(v.shape)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _flex_mask(documents: Tensor, window: int) -> BlockMask:

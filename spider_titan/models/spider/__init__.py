@@ -13,6 +13,7 @@ from spider_titan.models.spider.boundary import BoundaryPredictor
 from spider_titan.models.spider.config import FLAVORS, SpiderConfig
 from spider_titan.models.spider.engram import EngramTable
 from spider_titan.models.spider.flops import flops_per_byte
+from spider_titan.models.spider.loops import draw_loops, max_loops
 from spider_titan.models.spider.losses import PREDICTOR_GROUP, spider_after_step, spider_loss, spider_metrics
 from spider_titan.models.spider.model import Spider
 from spider_titan.spec import Block, ModelSpec, ParamGroup, register_model_spec
@@ -146,5 +147,7 @@ SPEC = ModelSpec(
     flops_per_byte=flops_per_byte,
     parameter_counts=parameter_counts,
     after_step=spider_after_step,
+    draw_loops=draw_loops,
+    max_loops=max_loops,
 )
 register_model_spec(SPEC)

@@ -24,6 +24,12 @@ class SpiderConfig:
     """Dense blocks over bytes after the recurrent core."""
     num_loops: int = 2
     """T, times the recurrent core is applied in training; evaluation may use another number."""
+    sample_loops: Literal["none", "poisson"] = "none"
+    """Whether every training step draws its own number of loops, with the mean num_loops; all ranks draw the same."""
+    max_sampled_loops: int = 0
+    """The most loops that sample_loops may draw; 0 = twice num_loops."""
+    backprop_loops: int = 0
+    """Loops, counted from the last, that gradients pass through; earlier ones only compute. 0 = all."""
     intermediate_size: int = 256
     """M, inner size of the dense blocks' SwiGLU and of the shared projections of the mixture of experts."""
     num_experts: int = 8
@@ -106,6 +112,17 @@ class SpiderConfig:
     def __post_init__(self) -> None:
         if self.hidden_size < 1 or self.num_loops < 1:
             raise ValueError("hidden_size and num_loops must be at least 1")
+        if self.backprop_loops < 0:
+            raise ValueError(f"backprop_loops = {self.backprop_loops} must be at least 1, or 0 for all loops")
+        if self.max_sampled_loops and self.sample_loops == "none":
+            raise ValueError(
+                f'max_sampled_loops = {self.max_sampled_loops} bounds a draw, but sample_loops = "none"; remove it, '
+                'or set sample_loops = "poisson"'
+            )
+        if self.max_sampled_loops and self.max_sampled_loops < self.num_loops:
+            raise ValueError(
+                f"max_sampled_loops = {self.max_sampled_loops} must be at least num_loops = {self.num_loops}, or 0"
+            )
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: positions rotate pairs")
         if not 1 <= self.experts_per_token <= self.num_experts:

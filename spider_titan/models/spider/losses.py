@@ -33,6 +33,7 @@ def spider_loss(model: Spider, batch: Batch, context: StepContext) -> LossTerms:
         batch.input_ids,
         context.boundary_mode,
         max_boundary_rate=context.max_boundary_rate,
+        num_loops=context.num_loops,
         freeze_boundaries=frozen,
     )
     lm = language_model_sums(out.logits, batch.targets)

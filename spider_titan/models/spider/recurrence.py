@@ -99,6 +99,7 @@ class RecurrentCore(nn.Module):
     def __init__(self, config: SpiderConfig) -> None:
         super().__init__()
         self.num_loops = config.num_loops
+        self.backprop_loops = config.backprop_loops
         self.act_epsilon = config.act_epsilon
         self.loop_embedding = nn.Embedding(config.num_loops, config.hidden_size)
         self.input_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -118,7 +119,7 @@ class RecurrentCore(nn.Module):
         conv_mask: Tensor,
         num_loops: int,
     ) -> CoreOutput:
-        """Runs exactly ``num_loops`` loops.
+        """Runs exactly ``num_loops`` loops; gradients pass through the last ``backprop_loops`` of them.
 
         Args:
             z_BSD: Pooled segments; slot 0 is the null slot.
@@ -131,18 +132,20 @@ class RecurrentCore(nn.Module):
         """
         h_BSD = z_BSD
         probs, states, stats = [], [], []
+        first_with_gradient = max(0, num_loops - self.backprop_loops) if self.backprop_loops else 0
         for t in range(num_loops):
-            loop = torch.tensor(min(t, self.num_loops - 1), device=z_BSD.device)
-            y_BSD = self.input_norm(h_BSD + z_BSD + self.loop_embedding(loop))
-            for index, layer in enumerate(self.layers):
-                if str(index) in self.engram_gates:
-                    y_BSD = y_BSD + self.engram_gates[str(index)](y_BSD, memories[str(index)], conv_mask)
-                y_BSD, layer_stats = layer(y_BSD, rotary, mask, filled_BS)
-                stats.append(layer_stats)
-            y_BSD = y_BSD + self.adapter(y_BSD, loop)
-            h_BSD = self.injection(h_BSD, z_BSD, y_BSD)
-            states.append(h_BSD)
-            probs.append(self.halting_probability(h_BSD))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and t >= first_with_gradient):
+                loop = torch.tensor(min(t, self.num_loops - 1), device=z_BSD.device)
+                y_BSD = self.input_norm(h_BSD + z_BSD + self.loop_embedding(loop))
+                for index, layer in enumerate(self.layers):
+                    if str(index) in self.engram_gates:
+                        y_BSD = y_BSD + self.engram_gates[str(index)](y_BSD, memories[str(index)], conv_mask)
+                    y_BSD, layer_stats = layer(y_BSD, rotary, mask, filled_BS)
+                    stats.append(layer_stats)
+                y_BSD = y_BSD + self.adapter(y_BSD, loop)
+                h_BSD = self.injection(h_BSD, z_BSD, y_BSD)
+                states.append(h_BSD)
+                probs.append(self.halting_probability(h_BSD))
         weights = act_weights(torch.stack(probs), self.act_epsilon)
         r_BSD = sum(weight[..., None] * state.float() for weight, state in zip(weights, states, strict=True))
         loops = torch.arange(1, num_loops + 1, device=z_BSD.device)[:, None, None]
