@@ -35,6 +35,7 @@ TENSORBOARD_TAGS = {
     "bpb": "loss/bpb",
     "grad_norm": "optim/grad_norm",
     "lr": "optim/lr",
+    "skipped_steps": "optim/skipped_steps",
     "boundary_rate": "boundary/rate",
     "phase": "curriculum/phase",
     "bytes_seen": "throughput/bytes_seen",

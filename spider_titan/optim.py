@@ -141,11 +141,22 @@ class GroupedAdamW:
         by_group = zip(self.groups, norms, strict=True)
         return {"grad_norm": total, **{f"grad_norm/{group.name}": norm for group, norm in by_group}}
 
-    def step(self, step: int) -> None:
-        """Updates the parameters with the learning rates of ``step``, counted from 0."""
+    def step(self, step: int, skip: Tensor | None = None) -> None:
+        """Updates the parameters with the learning rates of ``step``, counted from 0.
+
+        Args:
+            step: Optimizer steps done.
+            skip: Bool scalar on the parameters' device: if it is true, weights and state stay as they are. The fused
+                kernel reads it there; other implementations wait for the device to know.
+        """
         lr = self.lr(step)
         for settings, group in zip(self.adamw.param_groups, self.groups, strict=True):
             settings["lr"] = lr * group.lr_factor
+        if skip is not None and self._config.implementation == "fused":
+            # What torch's gradient scalers do: the kernel leaves everything alone where this is 1.
+            self.adamw.found_inf = skip.float()  # type: ignore[attr-defined]
+        elif skip is not None and skip:
+            return
         self.adamw.step()
 
     def names(self) -> set[str]:

@@ -29,6 +29,7 @@ from spider_titan.plugins.compile import WarmUp, warm_up
 from spider_titan.run_directory import RunDirectory
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
+from spider_titan.watch import StepWatch, unless
 
 if TYPE_CHECKING:
     from spider_titan.config import JobConfig
@@ -52,13 +53,15 @@ class TrainingConfig:
     """Rows an optimizer step, over all ranks and micro-batches; unset: local_batch_size a rank."""
     max_norm: float = 1.0
     """Bound of the gradient norm."""
+    max_skipped_steps: int = 10
+    """Steps in a row whose loss or gradient is not finite, each of them skipped, after which the run ends."""
     seed: int = 0
     """Seed of the initial weights and of the order of documents."""
     deterministic: bool = False
     """Use deterministic kernels only, on devices where the fastest are not."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "byte_budget", "seq_len", "local_batch_size", "global_batch_size"):
+        for name in ("steps", "byte_budget", "seq_len", "local_batch_size", "global_batch_size", "max_skipped_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
@@ -127,6 +130,7 @@ class Trainer:
         self.optimizer = GroupedAdamW(
             groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
         )
+        self.watch = StepWatch(world)
         startup.log_model(config, self.model, self.bytes_per_step)
         self._restore(config, saved_step)
         self._warm_up(config)
@@ -139,6 +143,7 @@ class Trainer:
 
         Raises:
             Stopped: If a signal or the time limit asked for it; the state is saved.
+            NonFiniteError: If ``training.max_skipped_steps`` steps in a row had to be skipped.
         """
         begin, first_step = time.perf_counter(), self.progress.step
         self.rate = RateMeter()
@@ -160,14 +165,16 @@ class Trainer:
         step = self.progress.step
         self._log_phase_switch(step)
         batches, num_targets = self._next_batches()
-        context, totals = self._forward_backward(step, batches, num_targets)
+        context, loss, totals = self._forward_backward(step, batches, num_targets)
         norms = self.optimizer.clip(self.training.max_norm)
-        self.optimizer.step(step)
+        totals, skip = self.watch.add_up(step, loss, totals, norms)
+        self.optimizer.step(step, skip)
         self.optimizer.zero_grad()
         plugins.after_step(self.model, self.plugin_context)
-        totals = self.world.sum_over_ranks(totals)
-        self.spec.after_step(self.model, totals, context)
+        with unless(skip, self.model):
+            self.spec.after_step(self.model, totals, context)
         self._count(batches, num_targets)
+        self._review_steps(wait=False)
         if is_first:
             self.world.set_timeout(self.train_timeout)
         self.rate.count(num_targets)
@@ -196,8 +203,8 @@ class Trainer:
 
     def _forward_backward(
         self, step: int, batches: list[Batch], num_targets: int
-    ) -> tuple[StepContext, dict[str, Tensor]]:
-        """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
+    ) -> tuple[StepContext, Tensor, dict[str, Tensor]]:
+        """All micro-batches of a step; returns its context, and the loss and the ``LossTerms.sums`` of this rank."""
         phase = self.curriculum.at(step)
         context = StepContext(
             num_targets=num_targets,
@@ -206,12 +213,16 @@ class Trainer:
             max_boundary_rate=phase.boundary_capacity,
             frozen_groups=self.optimizer.frozen_groups(step),
         )
-        totals: dict[str, Tensor] = {}
+        loss, totals = torch.zeros((), device=self.world.device), dict[str, Tensor]()
         for batch in batches:
             terms = self.spec.loss(self.model, batch.to(self.world.device), context)
             terms.total.backward()
+            loss = loss + terms.total.detach()
             add_sums(totals, terms.sums)
-        return context, totals
+        return context, loss, totals
+
+    def _review_steps(self, *, wait: bool) -> None:
+        self.watch.review(self.progress, self.training.max_skipped_steps, wait=wait)
 
     def _count(self, batches: list[Batch], num_targets: int) -> None:
         progress = self.progress
@@ -270,11 +281,13 @@ class Trainer:
 
     def _save(self, kept_as: dict[str, dict[str, Any]] | None = None) -> None:
         assert self.checkpoints is not None
+        self._review_steps(wait=True)
         with self.rate.paused():
             self.checkpoints.save(snapshot(self.progress, self.model, self.optimizer, self.world), kept_as=kept_as)
 
     def _log_step(self, step: int, totals: dict[str, Tensor], norms: dict[str, Tensor], rate: RateMeter) -> None:
         values = self.spec.metrics(totals)
+        self._review_steps(wait=True)
         lap = rate.lap()
         if not self.metrics:
             return
@@ -288,6 +301,7 @@ class Trainer:
             "lr": lr,
             **{f"lr/{group.name}": lr * group.lr_factor for group in self.optimizer.groups},
             "phase": phase,
+            "skipped_steps": self.progress.skipped_steps,
             "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),

@@ -27,6 +27,8 @@ class Progress:
         cursors: Where the data goes on; those of this rank's own shards are up to date.
         num_shards: Rows of a step, which the cursors belong to.
         validated: Whether the validation that is due at ``step`` is done, if one is.
+        skipped_steps: Steps of these that had no effect, as a loss or gradient was not finite.
+        skipped_in_row: The last ones, if they were such.
     """
 
     num_shards: int
@@ -34,6 +36,8 @@ class Progress:
     bytes_seen: int = 0
     cursors: Cursors = field(default_factory=dict)
     validated: bool = True
+    skipped_steps: int = 0
+    skipped_in_row: int = 0
 
 
 def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, world: World) -> Snapshot:
@@ -48,6 +52,8 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
             "bytes_seen": progress.bytes_seen,
             "num_shards": progress.num_shards,
             "validated": progress.validated,
+            "skipped_steps": progress.skipped_steps,
+            "skipped_in_row": progress.skipped_in_row,
         },
     )
 
@@ -69,7 +75,8 @@ def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Pro
     for rank in state["ranks"]:
         for source, of_shards in rank["cursors"].items():
             merge_cursors(cursors, {source: {int(shard): Cursor(*cursor) for shard, cursor in of_shards.items()}})
-    return Progress(num_shards, state["step"], state["bytes_seen"], cursors, state["validated"])
+    same_name = ("step", "bytes_seen", "validated", "skipped_steps", "skipped_in_row")
+    return Progress(num_shards, cursors=cursors, **{name: state[name] for name in same_name})
 
 
 def restore(manager: CheckpointManager, step: int, model: nn.Module, optimizer: GroupedAdamW, world: World) -> None:
