@@ -40,6 +40,7 @@ TENSORBOARD_TAGS = {
     "phase": "curriculum/phase",
     "bytes_seen": "throughput/bytes_seen",
     "bytes_per_second": "throughput/bytes_per_second",
+    "loader_wait": "throughput/loader_wait",
     "eta_seconds": "throughput/eta_seconds",
     "mfu": "throughput/mfu",
     "memory_gib": "memory/peak_gib",

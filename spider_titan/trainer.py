@@ -146,7 +146,7 @@ class Trainer:
             NonFiniteError: If ``training.max_skipped_steps`` steps in a row had to be skipped.
         """
         begin, first_step = time.perf_counter(), self.progress.step
-        self.rate = RateMeter()
+        self.rate, self.loader_waits = RateMeter(), list[float]()
         if self.checkpoints and self.checkpoints.config.create_seed_checkpoint:
             self._save()
             self._finish(time.perf_counter() - begin)
@@ -190,13 +190,17 @@ class Trainer:
 
         It is here that ranks agree to stop: nothing of the step has been computed yet.
         """
+        begin = time.perf_counter()
         batches = [next(self.batches) for _ in range(self.micro_batches)]
+        wait = time.perf_counter() - begin
         # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
         mine = {
             "targets": torch.tensor(sum(batch.num_targets for batch in batches)),
             "stop": torch.tensor(int(bool(self.stop_request.reason))),
+            "wait": torch.tensor(wait / self.world.size),
         }
         sums = self.world.sum_over_ranks(mine)
+        self.loader_waits.append(float(sums["wait"]))
         if sums["stop"]:
             self._stop()
         return batches, int(sums["targets"])
@@ -288,7 +292,8 @@ class Trainer:
     def _log_step(self, step: int, totals: dict[str, Tensor], norms: dict[str, Tensor], rate: RateMeter) -> None:
         values = self.spec.metrics(totals)
         self._review_steps(wait=True)
-        lap = rate.lap()
+        lap, loader_wait = rate.lap(), sum(self.loader_waits) / len(self.loader_waits)
+        self.loader_waits.clear()
         if not self.metrics:
             return
         phase = f"{self.curriculum.index_at(step) + 1}/{len(self.curriculum.phases)}"
@@ -304,6 +309,7 @@ class Trainer:
             "skipped_steps": self.progress.skipped_steps,
             "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
+            "loader_wait": loader_wait,
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),
         }
         if self.mfu_per_rate is not None:
