@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from spider_titan.run_directory import explain_disk_errors
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,11 @@ class MetricsLogger:
         self._write(step, values)
         logger.info("%s", format_validation_line(step, self._total_steps, values))
 
+    def log_sample(self, step: int, text: str | None, image: np.ndarray | None) -> None:
+        """Shows a text (Markdown) and a grey picture, uint8 [height, width], in TensorBoard, if that is written."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_sample(step, text, image)
+
     def close(self) -> None:
         """Brings the last curves to disk; nothing may be logged afterwards."""
         if self._tensorboard is not None:
@@ -126,7 +132,7 @@ class MetricsLogger:
 def drop_lines_beyond(metrics_file: Path, step: int) -> None:
     """Keeps the whole lines up to ``step``; a process that was killed while it wrote leaves half a line."""
     with explain_disk_errors(metrics_file):
-        if not metrics_file.exists():
+        if not metrics_file.is_file():
             return
         text = metrics_file.read_text(encoding="utf-8")
         lines = text.splitlines(keepends=True)
@@ -166,6 +172,14 @@ class TensorBoard:
                         self._last_texts[name] = value
                 elif value is not None:
                     self._writer.add_scalar(tag, value, step)
+
+    def add_sample(self, step: int, text: str | None, image: np.ndarray | None) -> None:
+        """Adds a text of segments, and a picture of the experts' load."""
+        with explain_disk_errors(self._folder):
+            if text is not None:
+                self._writer.add_text("samples/segments", text, step)
+            if image is not None:
+                self._writer.add_image("samples/expert_load", image, step, dataformats="HW")
 
     def close(self) -> None:
         """Writes what is still queued."""

@@ -23,10 +23,12 @@ from spider_titan.data.sources import SplitSource, load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.interrupt import Stopped, StopRequest
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
+from spider_titan.monitor import RecurrentMonitor
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
 from spider_titan.plugins.compile import WarmUp, warm_up
 from spider_titan.run_directory import RunDirectory
+from spider_titan.samples import expert_map, segmented_text
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
 from spider_titan.watch import StepWatch, unless
@@ -131,6 +133,9 @@ class Trainer:
             groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
         )
         self.watch = StepWatch(world)
+        self.monitor = RecurrentMonitor(config.monitor, self.progress.monitor, self._warn)
+        self.sample_freq = config.metrics.log_freq * config.monitor.sample_freq
+        self.last_rows: tuple[Tensor, Tensor | None] | None = None
         startup.log_model(config, self.model, self.bytes_per_step)
         self._restore(config, saved_step)
         self._warm_up(config)
@@ -223,10 +228,17 @@ class Trainer:
             terms.total.backward()
             loss = loss + terms.total.detach()
             add_sums(totals, terms.sums)
+        self.last_rows = batch.input_ids, terms.boundaries
         return context, loss, totals
 
     def _review_steps(self, *, wait: bool) -> None:
-        self.watch.review(self.progress, self.training.max_skipped_steps, wait=wait)
+        for report in self.watch.review(self.progress, self.training.max_skipped_steps, wait=wait):
+            if not report.skipped:
+                self.monitor.observe_loss(report.step + 1, report.loss)
+
+    def _warn(self, text: str) -> None:
+        if self.world.is_reporter:
+            logger.warning("%s", text)
 
     def _count(self, batches: list[Batch], num_targets: int) -> None:
         progress = self.progress
@@ -292,6 +304,7 @@ class Trainer:
     def _log_step(self, step: int, totals: dict[str, Tensor], norms: dict[str, Tensor], rate: RateMeter) -> None:
         values = self.spec.metrics(totals)
         self._review_steps(wait=True)
+        self.monitor.observe(step + 1, values, totals)
         lap, loader_wait = rate.lap(), sum(self.loader_waits) / len(self.loader_waits)
         self.loader_waits.clear()
         if not self.metrics:
@@ -317,6 +330,16 @@ class Trainer:
         if self.world.device.type == "cuda":
             observed["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.metrics.log_train(step + 1, observed)
+        if self.sample_freq and ((step + 1) % self.sample_freq == 0 or step == 0):
+            self._log_sample(step, totals)
+
+    def _log_sample(self, step: int, totals: dict[str, Tensor]) -> None:
+        """The step's last row as segments, and the load of the experts, where the model has them."""
+        assert self.metrics is not None and self.last_rows is not None
+        ids, boundaries = self.last_rows
+        text = segmented_text(ids[-1].tolist(), boundaries[-1].tolist()) if boundaries is not None else None
+        load = totals.get("expert_load")
+        self.metrics.log_sample(step + 1, text, expert_map(load.cpu().numpy()) if load is not None else None)
 
     def _log_phase_switch(self, step: int) -> None:
         index = self.curriculum.index_at(step)

@@ -29,6 +29,7 @@ class Progress:
         validated: Whether the validation that is due at ``step`` is done, if one is.
         skipped_steps: Steps of these that had no effect, as a loss or gradient was not finite.
         skipped_in_row: The last ones, if they were such.
+        monitor: State of the ``RecurrentMonitor``, in JSON values.
     """
 
     num_shards: int
@@ -38,6 +39,7 @@ class Progress:
     validated: bool = True
     skipped_steps: int = 0
     skipped_in_row: int = 0
+    monitor: dict[str, Any] = field(default_factory=dict)
 
 
 def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, world: World) -> Snapshot:
@@ -54,6 +56,7 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
             "validated": progress.validated,
             "skipped_steps": progress.skipped_steps,
             "skipped_in_row": progress.skipped_in_row,
+            "monitor": progress.monitor,
         },
     )
 
@@ -75,7 +78,7 @@ def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Pro
     for rank in state["ranks"]:
         for source, of_shards in rank["cursors"].items():
             merge_cursors(cursors, {source: {int(shard): Cursor(*cursor) for shard, cursor in of_shards.items()}})
-    same_name = ("step", "bytes_seen", "validated", "skipped_steps", "skipped_in_row")
+    same_name = ("step", "bytes_seen", "validated", "skipped_steps", "skipped_in_row", "monitor")
     return Progress(num_shards, cursors=cursors, **{name: state[name] for name in same_name})
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from spider_titan.checkpoint import tensors
 from spider_titan.checkpoint.training import Progress
 from spider_titan.config import load_config, to_toml
+from spider_titan.console import setup_console
 from spider_titan.distributed import CommConfig, ParallelismConfig, World, join_world
 from spider_titan.trainer import Trainer
 from spider_titan.watch import NonFiniteError, StepWatch
@@ -115,6 +117,7 @@ def test_the_count_outlives_the_process(
     kept = state_of(first)
     second = make_trainer(world, tmp_path, *save)
     assert (second.progress.skipped_steps, second.progress.skipped_in_row) == (2, 2)
+    assert second.monitor._state == first.monitor._state and len(second.monitor._state["losses"]) == 2
     poison(second, {4}, "gradient")
     with pytest.raises(NonFiniteError, match=r"step 5: .*grad_norm.* 3 steps in a row"):
         second.train()
@@ -143,9 +146,12 @@ def test_a_device_that_lags_is_not_waited_for(world: World) -> None:
 
 def two_ranks(rank: int, folder: str) -> None:
     with join_world(ParallelismConfig(), CommConfig(init_timeout_seconds=60)) as world:
-        trainer = make_trainer(world, Path(folder))
+        setup_console(rank=rank)
+        bounds = ("--monitor.expert_window", "2", "--monitor.max_boundary_rate", "0.2")
+        trainer = make_trainer(world, Path(folder), *bounds)
         poison(trainer, {1, 3}, "loss" if rank else "gradient", rank=1)
         poison(trainer, {4}, "gradient", rank=0)
+        trainer.model.core.routers()[1].balance_bias[2] = -100.0
         states = step_by_step(trainer)
         assert [step for step in range(7) if same(states[step], states[step + 1])] == [1, 3, 4]
         assert all(value.isfinite().all() for value in states[-1].values())
@@ -155,3 +161,32 @@ def two_ranks(rank: int, folder: str) -> None:
 def test_two_ranks_skip_what_one_cannot_use(tmp_path: Path) -> None:
     spawn(2, two_ranks, str(tmp_path))
     assert [line["skipped_steps"] for line in logged(tmp_path)] == [0, 1, 1, 2, 3, 3, 3]
+    lines = (tmp_path / "run" / "logs" / "train.log").read_text().splitlines()
+    warnings = [line.split("WARNING  ")[1].split(": ")[:3] for line in lines if "WARNING" in line]
+    assert [kind for what, *rest in warnings if what == "monitor" for kind in rest[1:]] == [
+        "boundary rate",
+        "dead experts",
+    ]
+    assert [what for what, *_ in warnings if what != "monitor"] == [
+        f"step {step} is skipped on all ranks" for step in (2, 4, 5)
+    ]
+
+
+def test_monitoring_changes_no_weight(world: World, tmp_path: Path) -> None:
+    """With samples at every step and all warnings, against none."""
+    states = []
+    for name, options in (
+        ("off", ("--monitor.no-enable", "--monitor.sample_freq", "0", "--metrics.log_freq", "5")),
+        ("on", ("--monitor.sample_freq", "1", "--monitor.drift_ratio", "1.001", "--metrics.enable_tensorboard")),
+    ):
+        (tmp_path / name).mkdir()
+        trainer = make_trainer(world, tmp_path / name, *options)
+        trainer.train()
+        states.append(state_of(trainer))
+    assert states[0].keys() == states[1].keys() and same(*states)
+    events = EventAccumulator(str(tmp_path / "on" / "run" / "tb"), {"images": 0, "tensors": 0}).Reload()
+    assert [event.step for event in events.Images("samples/expert_load")] == list(range(1, 8))
+    texts = events.Tensors("samples/segments/text_summary")
+    assert [event.step for event in texts] == list(range(1, 8))
+    shown = texts[0].tensor_proto.string_val[0].decode()
+    assert shown.startswith("    ") and shown.count("|") > 5

@@ -43,7 +43,7 @@ def spider_loss(model: Spider, batch: Batch, context: StepContext) -> LossTerms:
     weights = term_weights(config)
     objective = lm["lm_nats"] + sum(weights[name] * value for name, value in terms.items())
     sums = as_sums({**lm, "objective": objective, **terms, **statistics(out, batch, config)})
-    return LossTerms(total=objective / context.num_targets, sums=sums)
+    return LossTerms(total=objective / context.num_targets, sums=sums, boundaries=out.boundaries)
 
 
 def term_weights(config: SpiderConfig) -> dict[str, float]:
