@@ -13,6 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from spider_titan import train
 from spider_titan.checkpoint import tensors
 from spider_titan.checkpoint.training import Progress
 from spider_titan.config import load_config, to_toml
@@ -156,11 +157,28 @@ def two_ranks(rank: int, folder: str) -> None:
         assert [step for step in range(7) if same(states[step], states[step + 1])] == [1, 3, 4]
         assert all(value.isfinite().all() for value in states[-1].values())
         assert trainer.progress.skipped_steps == 3
+    end_of_a_run(rank, Path(folder))
+
+
+def end_of_a_run(rank: int, folder: Path) -> None:
+    """The command's exit status after too many steps in a row, though only rank 1 had a bad loss."""
+
+    class Poisoned(Trainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            poison(self, range(2, 100), rank=1)
+
+    train.Trainer = Poisoned  # type: ignore[misc]
+    options = ("--job.dump_folder", str(folder / "ended"), "--checkpoint.enable", "--checkpoint.interval", "3")
+    assert train.main(["--job.config_file", str(folder / f"run{rank}.toml"), *options]) == 1
 
 
 def test_two_ranks_skip_what_one_cannot_use(tmp_path: Path) -> None:
     spawn(2, two_ranks, str(tmp_path))
     assert [line["skipped_steps"] for line in logged(tmp_path)] == [0, 1, 1, 2, 3, 3, 3]
+    ended = (tmp_path / "ended" / "logs" / "train.log").read_text().splitlines()
+    assert "step 5: the loss is not finite on 1 of 2 ranks, and so for 3 steps in a row" in ended[-1]
+    assert [file.name for file in (tmp_path / "ended" / "checkpoint").glob("step-*")] == ["step-3"]
     lines = (tmp_path / "run" / "logs" / "train.log").read_text().splitlines()
     warnings = [line.split("WARNING  ")[1].split(": ")[:3] for line in lines if "WARNING" in line]
     assert [kind for what, *rest in warnings if what == "monitor" for kind in rest[1:]] == [
