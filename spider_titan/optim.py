@@ -146,15 +146,16 @@ class GroupedAdamW:
 
         Args:
             step: Optimizer steps done.
-            skip: Bool scalar on the parameters' device: if it is true, weights and state stay as they are. The fused
-                kernel reads it there; other implementations wait for the device to know.
+            skip: Bool scalar: if it is true, weights and state stay as they are. The fused kernel reads it on the
+                device; other implementations, and parameters that are offloaded from it, wait to know it.
         """
         lr = self.lr(step)
         for settings, group in zip(self.adamw.param_groups, self.groups, strict=True):
             settings["lr"] = lr * group.lr_factor
         if skip is not None and self._config.implementation == "fused":
             # What torch's gradient scalers do: the kernel leaves everything alone where this is 1.
-            self.adamw.found_inf = skip.float()  # type: ignore[attr-defined]
+            device = next(iter(self.groups[0].parameters.values())).device
+            self.adamw.found_inf = skip.to(device, torch.float32)  # type: ignore[attr-defined]
         elif skip is not None and skip:
             return
         self.adamw.step()

@@ -82,7 +82,8 @@ class StepWatch:
         Returns:
             The totals of all ranks, and a bool scalar on the device: true if the step must not count.
         """
-        measured = torch.stack([loss, *norms.values()]).double()
+        # The gradients of offloaded parameters are not where the loss is.
+        measured = torch.stack([loss, *(norm.to(loss.device) for norm in norms.values())]).double()
         mine = torch.cat((measured[:1], (~measured.isfinite()).double()))
         sums = self._world.sum_over_ranks({**totals, _KEY: mine})
         report = sums.pop(_KEY)
