@@ -26,6 +26,7 @@ from spider_titan.config_schema import Schema, annotations_of, convert, drop_uns
 from spider_titan.data.config import DataConfig
 from spider_titan.distributed import CommConfig, ParallelismConfig
 from spider_titan.metrics import MetricsConfig
+from spider_titan.monitor import MonitorConfig
 from spider_titan.optim import LRSchedulerConfig, OptimizerConfig
 from spider_titan.plugins import activation_checkpoint
 from spider_titan.plugins.activation_checkpoint import ActivationCheckpointConfig
@@ -120,6 +121,7 @@ class JobConfig:
     data: DataConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+    monitor: MonitorConfig
     validation: ValidationConfig
     profiling: ProfilingConfig
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from spider_titan.run_directory import explain_disk_errors
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch.utils.tensorboard import SummaryWriter
 
     from spider_titan.wandb_log import WeightsAndBiases
@@ -37,10 +38,12 @@ TENSORBOARD_TAGS = {
     "bpb": "loss/bpb",
     "grad_norm": "optim/grad_norm",
     "lr": "optim/lr",
+    "skipped_steps": "optim/skipped_steps",
     "boundary_rate": "boundary/rate",
     "phase": "curriculum/phase",
     "bytes_seen": "throughput/bytes_seen",
     "bytes_per_second": "throughput/bytes_per_second",
+    "loader_wait": "throughput/loader_wait",
     "eta_seconds": "throughput/eta_seconds",
     "mfu": "throughput/mfu",
     "memory_gib": "memory/peak_gib",
@@ -120,6 +123,11 @@ class MetricsLogger:
         self._write(step, values)
         logger.info("%s", format_validation_line(step, self._total_steps, values))
 
+    def log_sample(self, step: int, text: str | None, image: np.ndarray | None) -> None:
+        """Shows a text (Markdown) and a grey picture, uint8 [height, width], in TensorBoard, if that is written."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_sample(step, text, image)
+
     def close(self) -> None:
         """Brings the last curves to disk; nothing may be logged afterwards."""
         if self._tensorboard is not None:
@@ -180,6 +188,14 @@ class TensorBoard:
                         self._last_texts[name] = value
                 elif value is not None:
                     self._writer.add_scalar(tag, value, step)
+
+    def add_sample(self, step: int, text: str | None, image: np.ndarray | None) -> None:
+        """Adds a text of segments, and a picture of the experts' load."""
+        with explain_disk_errors(self._folder):
+            if text is not None:
+                self._writer.add_text("samples/segments", text, step)
+            if image is not None:
+                self._writer.add_image("samples/expert_load", image, step, dataformats="HW")
 
     def close(self) -> None:
         """Writes what is still queued."""

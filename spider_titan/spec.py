@@ -72,10 +72,12 @@ class LossTerms:
         total: Scalar to call ``backward()`` on, already divided by ``StepContext.num_targets``.
         sums: Detached fp32 (or wider) tensors that are plain sums over tokens, rows or segments. Added over
             micro-batches and ranks they stay meaningful; ``ModelSpec.metrics`` turns the totals into ratios.
+        boundaries: Bool [B, L], input ids that close a segment, to be shown; None if the model has no segments.
     """
 
     total: Tensor
     sums: dict[str, Tensor]
+    boundaries: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from spider_titan.failure import DONE, SIGNALLED, USER_MISTAKE, Failure, announc
 from spider_titan.interrupt import RESUMABLE, Stopped, StopRequest
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
+from spider_titan.watch import NonFiniteError
 
 # Run as a program this module is called "__main__", which is outside the package's logger.
 logger = logging.getLogger("spider_titan.train")
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         return SIGNALLED + signal.SIGINT
     except UserMistake as error:
         return _end(Failure(rank, str(error), "mistake", USER_MISTAKE))
-    except (DiskError, UnreadableError) as error:
+    except (DiskError, UnreadableError, NonFiniteError) as error:
         return _end(Failure(rank, str(error), "mistake"))
     except Exception as error:
         if not is_launched():

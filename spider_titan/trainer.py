@@ -26,14 +26,17 @@ from spider_titan.data.sources import load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.interrupt import Stopped, StopRequest, WaitInterrupted
 from spider_titan.metrics import MetricsLogger, RateMeter, format_byte_rate, format_duration
+from spider_titan.monitor import RecurrentMonitor
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
 from spider_titan.plugins.compile import WarmUp, warm_up
 from spider_titan.profiling import Profiler
 from spider_titan.run_directory import RunDirectory
+from spider_titan.samples import expert_map, segmented_text
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
 from spider_titan.wandb_log import WeightsAndBiases
+from spider_titan.watch import StepWatch, unless
 
 if TYPE_CHECKING:
     from spider_titan.config import JobConfig
@@ -57,13 +60,15 @@ class TrainingConfig:
     """Rows an optimizer step, over all ranks and micro-batches; unset: local_batch_size a rank."""
     max_norm: float = 1.0
     """Bound of the gradient norm."""
+    max_skipped_steps: int = 10
+    """Steps in a row whose loss or gradient is not finite, each of them skipped, after which the run ends."""
     seed: int = 0
     """Seed of the initial weights and of the order of documents."""
     deterministic: bool = False
     """Use deterministic kernels only, on devices where the fastest are not."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "byte_budget", "seq_len", "local_batch_size", "global_batch_size"):
+        for name in ("steps", "byte_budget", "seq_len", "local_batch_size", "global_batch_size", "max_skipped_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
@@ -133,6 +138,10 @@ class Trainer:
         self.optimizer = GroupedAdamW(
             groups, config.optimizer, config.lr_scheduler, self.total_steps, world.sum_over_shards
         )
+        self.watch = StepWatch(world)
+        self.monitor = RecurrentMonitor(config.monitor, self.progress.monitor, self._warn)
+        self.sample_freq = config.metrics.log_freq * config.monitor.sample_freq
+        self.last_rows: tuple[Tensor, Tensor | None] | None = None
         startup.log_model(config, self.model, self.bytes_per_step)
         self._restore(config, saved_step)
         self._warm_up(config)
@@ -145,9 +154,10 @@ class Trainer:
 
         Raises:
             Stopped: If a signal or the time limit asked for it; the state is saved.
+            NonFiniteError: If ``training.max_skipped_steps`` steps in a row had to be skipped.
         """
         begin, first_step = time.perf_counter(), self.progress.step
-        self.rate = RateMeter()
+        self.rate, self.loader_waits = RateMeter(), list[float]()
         if self.checkpoints and self.checkpoints.config.create_seed_checkpoint:
             self._save()
             self._finish(time.perf_counter() - begin)
@@ -172,14 +182,16 @@ class Trainer:
         batches, num_targets = self._next_batches()
         if not batches:
             return False
-        context, totals = self._forward_backward(step, batches, num_targets)
+        context, loss, totals = self._forward_backward(step, batches, num_targets)
         norms = self.optimizer.clip(self.training.max_norm)
-        self.optimizer.step(step)
+        totals, skip = self.watch.add_up(step, loss, totals, norms)
+        self.optimizer.step(step, skip)
         self.optimizer.zero_grad()
         plugins.after_step(self.model, self.plugin_context)
-        totals = self.world.sum_over_ranks(totals)
-        self.spec.after_step(self.model, totals, context)
+        with unless(skip, self.model):
+            self.spec.after_step(self.model, totals, context)
         self._count(batches, num_targets)
+        self._review_steps(wait=False)
         if is_first:
             self.world.set_timeout(self.train_timeout)
         self.rate.count(num_targets)
@@ -207,7 +219,7 @@ class Trainer:
 
         It is here that ranks agree to stop: nothing of the step has been computed yet.
         """
-        batches, ended = [], ""
+        batches, ended, begin = [], "", time.perf_counter()
         try:
             with self.stop_request.interrupting():
                 batches = [next(self.batches) for _ in range(self.micro_batches)]
@@ -215,13 +227,16 @@ class Trainer:
             ended = str(end)
         except WaitInterrupted:
             logger.info("stopped waiting for data")
+        wait = time.perf_counter() - begin
         # On the CPU, also beside an accelerator: the device is not waited for, and a rank that hangs can be named.
         mine = {
             "targets": torch.tensor(sum(batch.num_targets for batch in batches)),
             "stop": torch.tensor(int(bool(self.stop_request.reason))),
             "ended": torch.tensor(int(bool(ended))),
+            "wait": torch.tensor(wait / self.world.size),
         }
         sums = self.world.sum_over_ranks(mine)
+        self.loader_waits.append(float(sums["wait"]))
         if sums["stop"]:
             self._stop()
         if sums["ended"]:
@@ -233,8 +248,8 @@ class Trainer:
 
     def _forward_backward(
         self, step: int, batches: list[Batch], num_targets: int
-    ) -> tuple[StepContext, dict[str, Tensor]]:
-        """All micro-batches of a step; returns its context and the summed ``LossTerms.sums`` of this rank."""
+    ) -> tuple[StepContext, Tensor, dict[str, Tensor]]:
+        """All micro-batches of a step; returns its context, and the loss and the ``LossTerms.sums`` of this rank."""
         phase, draw = self.curriculum.at(step), self.spec.draw_loops
         context = StepContext(
             num_targets=num_targets,
@@ -244,12 +259,23 @@ class Trainer:
             frozen_groups=self.optimizer.frozen_groups(step),
             num_loops=draw(self.model_config, self.training.seed, step) if draw else None,
         )
-        totals: dict[str, Tensor] = {}
+        loss, totals = torch.zeros((), device=self.world.device), dict[str, Tensor]()
         for batch in batches:
             terms = self.spec.loss(self.model, batch.to(self.world.device), context)
             terms.total.backward()
+            loss = loss + terms.total.detach()
             add_sums(totals, terms.sums)
-        return context, totals
+        self.last_rows = batch.input_ids, terms.boundaries
+        return context, loss, totals
+
+    def _review_steps(self, *, wait: bool) -> None:
+        for report in self.watch.review(self.progress, self.training.max_skipped_steps, wait=wait):
+            if not report.skipped:
+                self.monitor.observe_loss(report.step + 1, report.loss)
+
+    def _warn(self, text: str) -> None:
+        if self.world.is_reporter:
+            logger.warning("%s", text)
 
     def _count(self, batches: list[Batch], num_targets: int) -> None:
         progress = self.progress
@@ -325,12 +351,16 @@ class Trainer:
 
     def _save(self, kept_as: dict[str, dict[str, Any]] | None = None) -> None:
         assert self.checkpoints is not None
+        self._review_steps(wait=True)
         with self.rate.paused():
             self.checkpoints.save(snapshot(self.progress, self.model, self.optimizer, self.world), kept_as=kept_as)
 
     def _log_step(self, step: int, totals: dict[str, Tensor], norms: dict[str, Tensor], rate: RateMeter) -> None:
         values = self.spec.metrics(totals)
-        lap = rate.lap()
+        self._review_steps(wait=True)
+        self.monitor.observe(step + 1, values, totals)
+        lap, loader_wait = rate.lap(), sum(self.loader_waits) / len(self.loader_waits)
+        self.loader_waits.clear()
         if not self.metrics:
             return
         phase = f"{self.curriculum.index_at(step) + 1}/{len(self.curriculum.phases)}"
@@ -343,8 +373,10 @@ class Trainer:
             "lr": lr,
             **{f"lr/{group.name}": lr * group.lr_factor for group in self.optimizer.groups},
             "phase": phase,
+            "skipped_steps": self.progress.skipped_steps,
             "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
+            "loader_wait": loader_wait,
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),
         }
         if self.mfu_per_rate is not None:
@@ -352,6 +384,16 @@ class Trainer:
         if self.world.device.type == "cuda":
             observed["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.metrics.log_train(step + 1, observed)
+        if self.sample_freq and ((step + 1) % self.sample_freq == 0 or step == 0):
+            self._log_sample(step, totals)
+
+    def _log_sample(self, step: int, totals: dict[str, Tensor]) -> None:
+        """The step's last row as segments, and the load of the experts, where the model has them."""
+        assert self.metrics is not None and self.last_rows is not None
+        ids, boundaries = self.last_rows
+        text = segmented_text(ids[-1].tolist(), boundaries[-1].tolist()) if boundaries is not None else None
+        load = totals.get("expert_load")
+        self.metrics.log_sample(step + 1, text, expert_map(load.cpu().numpy()) if load is not None else None)
 
     def _log_phase_switch(self, step: int) -> None:
         index = self.curriculum.index_at(step)

@@ -28,6 +28,9 @@ class Progress:
         num_shards: Rows of a step, which the cursors belong to.
         validated: Whether the validation that is due at ``step`` is done, if one is.
         epochs: How often all sources of a phase have been read; see ``checkpoint.keep_epoch_ends``.
+        skipped_steps: Steps of these that had no effect, as a loss or gradient was not finite.
+        skipped_in_row: The last ones, if they were such.
+        monitor: State of the ``RecurrentMonitor``, in JSON values.
     """
 
     num_shards: int
@@ -36,6 +39,9 @@ class Progress:
     cursors: Cursors = field(default_factory=dict)
     validated: bool = True
     epochs: int = 0
+    skipped_steps: int = 0
+    skipped_in_row: int = 0
+    monitor: dict[str, Any] = field(default_factory=dict)
 
 
 def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, world: World) -> Snapshot:
@@ -51,6 +57,9 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
             "num_shards": progress.num_shards,
             "validated": progress.validated,
             "epochs": progress.epochs,
+            "skipped_steps": progress.skipped_steps,
+            "skipped_in_row": progress.skipped_in_row,
+            "monitor": progress.monitor,
         },
     )
 
@@ -72,7 +81,8 @@ def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Pro
     for rank in state["ranks"]:
         for source, of_shards in rank["cursors"].items():
             merge_cursors(cursors, {source: {int(shard): Cursor(*cursor) for shard, cursor in of_shards.items()}})
-    return Progress(num_shards, state["step"], state["bytes_seen"], cursors, state["validated"], state["epochs"])
+    same_name = ("step", "bytes_seen", "validated", "epochs", "skipped_steps", "skipped_in_row", "monitor")
+    return Progress(num_shards, cursors=cursors, **{name: state[name] for name in same_name})
 
 
 def restore(manager: CheckpointManager, step: int, model: nn.Module, optimizer: GroupedAdamW, world: World) -> None:

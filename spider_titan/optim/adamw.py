@@ -42,7 +42,9 @@ class DenseAdamW(torch.optim.AdamW):
             foreach=config.implementation == "foreach",
             fused=config.implementation == "fused",
         )
-        self._is_fused = config.implementation == "fused"
+        self.is_fused = config.implementation == "fused"
+        self.found_inf: Tensor | None = None
+        """Of the fused kernel: where it is 1, a step changes nothing."""
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -52,7 +54,7 @@ class DenseAdamW(torch.optim.AdamW):
         """``step``, ``exp_avg`` and ``exp_avg_sq``."""
         return {
             # The fused kernel reads it where the parameter is.
-            "step": torch.zeros((), device=parameter.device if self._is_fused else "cpu"),
+            "step": torch.zeros((), device=parameter.device if self.is_fused else "cpu"),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }

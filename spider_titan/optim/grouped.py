@@ -87,11 +87,23 @@ class GroupedAdamW:
         by_group = zip(self.groups, norms, strict=True)
         return {"grad_norm": total, **{f"grad_norm/{group.name}": norm for group, norm in by_group}}
 
-    def step(self, step: int) -> None:
-        """Updates the parameters with the learning rates of ``step``, counted from 0."""
+    def step(self, step: int, skip: Tensor | None = None) -> None:
+        """Updates the parameters with the learning rates of ``step``, counted from 0.
+
+        Args:
+            step: Optimizer steps done.
+            skip: Bool scalar: if it is true, weights and state stay as they are. The fused kernel reads it on the
+                device; other updates, and parameters that are offloaded from it, wait to know it.
+        """
         lr = self.lr(step)
-        for group, optimizer, _ in self._optimizers:
+        for group, optimizer, parameters in self._optimizers:
             optimizer.set_lr(lr * group.lr_factor)
+            if skip is not None and isinstance(optimizer, DenseAdamW) and optimizer.is_fused:
+                # What torch's gradient scalers do: the kernel leaves everything alone where this is 1.
+                device = next(iter(parameters.values())).device
+                optimizer.found_inf = skip.to(device, torch.float32)
+            elif skip is not None and skip:
+                continue
             optimizer.step()
 
     def zero_grad(self) -> None:

@@ -75,7 +75,7 @@ boundary = "fixed"
 until = 1.0
 weights = { english = 0.6, code = 0.4 }
 """
-TIMES = {"bytes_per_second", "eta_seconds"}
+TIMES = {"bytes_per_second", "eta_seconds", "loader_wait"}
 
 
 class CrashError(Exception):

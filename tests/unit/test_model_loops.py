@@ -93,7 +93,8 @@ def detached_core(core: RecurrentCore, inputs: dict[str, Any], num_loops: int, l
     weights = act_weights(torch.stack(probs), core.act_epsilon)
     r = sum(weight[..., None] * state for weight, state in zip(weights, states, strict=True))
     loops = torch.arange(1, num_loops + 1)[:, None, None]
-    return CoreOutput(r, (weights * loops).sum(0), type(stats[0])(*map(torch.stack, zip(*stats, strict=True))))
+    router = type(stats[0])(*map(torch.stack, zip(*stats, strict=True)))
+    return r, (weights * loops).sum(0), router
 
 
 def gradients(core: nn.Module, inputs: dict[str, Any], out: CoreOutput) -> dict[str, Tensor | None]:

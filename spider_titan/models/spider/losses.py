@@ -8,6 +8,7 @@ Letters: B rows, L bytes, S slots, E experts; R loops * layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -43,7 +44,7 @@ def spider_loss(model: Spider, batch: Batch, context: StepContext) -> LossTerms:
     weights = term_weights(config)
     objective = lm["lm_nats"] + sum(weights[name] * value for name, value in terms.items())
     sums = as_sums({**lm, "objective": objective, **terms, **statistics(out, batch, config)})
-    return LossTerms(total=objective / context.num_targets, sums=sums)
+    return LossTerms(total=objective / context.num_targets, sums=sums, boundaries=out.boundaries)
 
 
 def term_weights(config: SpiderConfig) -> dict[str, float]:
@@ -151,6 +152,10 @@ def statistics(out: SpiderOutput, batch: Batch, config: SpiderConfig) -> dict[st
         "quantile": (quantile * weight).sum(),
         "quantile_weight": weight.sum(),
         "expert_load": out.router.load_BE.sum(1).unflatten(0, (-1, layers)).sum(0),
+        "expert_probs": out.router.probs_BE.detach().sum(1).unflatten(0, (-1, layers)),
+        "hidden_norm": out.loops.hidden_norm_T,
+        "halting": out.loops.halting_T,
+        "engram_norm": out.loops.engram_norm_TG,
     }
 
 
@@ -173,7 +178,44 @@ def spider_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
     metrics["boundary_dropped_share"] = 1.0 - float(totals["num_boundaries"]) / max(float(totals["num_selected"]), 1.0)
     metrics["bytes_per_segment"] = float(totals["num_bytes"]) / max(float(totals["num_segments"]), 1.0)
     metrics["expected_loops"] = ratio("loops", "num_segments")
-    return metrics
+    return {**metrics, **loop_metrics(totals), **expert_metrics(totals["expert_load"])}
+
+
+def loop_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Means over segments: NAME/T of the loops, counted from 1, and ``engram_norm/G`` of the layers with a memory."""
+    segments = totals["num_segments"].clamp_min(1)
+    # A layer's router has collapsed if it sends all segments to the same few experts; one such layer is enough.
+    entropy_T = entropy_share(totals["expert_probs"]).amin(1)
+    by_loop = {
+        "hidden_norm": totals["hidden_norm"] / segments,
+        "halting_share": totals["halting"] / segments,
+        "routing_entropy": entropy_T,
+    }
+    metrics = {f"{name}/{t}": value for name, of in by_loop.items() for t, value in enumerate(of.tolist(), 1)}
+    engram = (totals["engram_norm"] / segments).mean(0)
+    return {**metrics, **{f"engram_norm/{number}": value for number, value in enumerate(engram.tolist(), 1)}}
+
+
+def entropy_share(probs: Tensor) -> Tensor:
+    """Entropy over the last dimension, as a share of the highest that is possible; 1 for one expert alone.
+
+    Args:
+        probs: Not negative, [..., E]; scaled to sum to 1.
+    """
+    share = probs / probs.sum(-1, keepdim=True)
+    num_experts = probs.shape[-1]
+    return torch.special.entr(share).sum(-1) / math.log(num_experts) if num_experts > 1 else share.sum(-1)
+
+
+def expert_metrics(load: Tensor) -> dict[str, float]:
+    """Highest and lowest load of an expert in each layer, counted from 1; 1 is an even load.
+
+    Args:
+        load: Assignments, [layers, E].
+    """
+    relative = load / load.mean(-1, keepdim=True).clamp_min(torch.finfo(load.dtype).tiny)
+    extremes = {"expert_load_max": relative.amax(-1), "expert_load_min": relative.amin(-1)}
+    return {f"{name}/{layer}": value for name, of in extremes.items() for layer, value in enumerate(of.tolist(), 1)}
 
 
 @torch.no_grad()

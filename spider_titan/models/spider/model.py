@@ -19,7 +19,7 @@ from spider_titan.models.spider.boundary import BoundaryPredictor, Selection, se
 from spider_titan.models.spider.config import SpiderConfig
 from spider_titan.models.spider.engram import Engram, conv_mask
 from spider_titan.models.spider.moe import RouterStats
-from spider_titan.models.spider.recurrence import CoreOutput, RecurrentCore
+from spider_titan.models.spider.recurrence import CoreOutput, LoopSums, RecurrentCore
 from spider_titan.models.spider.segments import (
     Layout,
     confidence_scale,
@@ -42,6 +42,7 @@ class SpiderOutput(NamedTuple):
         filled: bool [B, S], slots that hold a segment.
         ponder: fp32 [B, S], expected number of loops.
         router: Router statistics, leading dim loops * layers.
+        loops: Statistics of the loops.
     """
 
     logits: Tensor
@@ -51,6 +52,7 @@ class SpiderOutput(NamedTuple):
     filled: Tensor
     ponder: Tensor
     router: RouterStats
+    loops: LoopSums
 
 
 class Spider(nn.Module):
@@ -135,7 +137,7 @@ class Spider(nn.Module):
             x_BLD = block(x_BLD, rotary, mask)
         logits = self.lm_head(self.norm(x_BLD))
         return SpiderOutput(
-            logits, selection.boundaries, selection, raw_logits, layout.filled, core.ponder, core.router
+            logits, selection.boundaries, selection, raw_logits, layout.filled, core.ponder, core.router, core.loops
         )
 
     def think(

@@ -26,6 +26,20 @@ from spider_titan.models.spider.moe import Router, RouterStats, SharedProjection
 MIN_LOG_RATE, MAX_LOG_RATE = -16.0, 4.0
 
 
+class LoopSums(NamedTuple):
+    """Sums over the filled slots of all rows, fp32 and without gradient: what metrics are made of.
+
+    Args:
+        hidden_norm_T: Euclidean norm of the state after each loop.
+        halting_T: Halting weight of each loop.
+        engram_norm_TG: Euclidean norm of what each of the G layers with a memory adds.
+    """
+
+    hidden_norm_T: Tensor
+    halting_T: Tensor
+    engram_norm_TG: Tensor
+
+
 class CoreOutput(NamedTuple):
     """What the loops produce.
 
@@ -33,11 +47,13 @@ class CoreOutput(NamedTuple):
         r: [B, S, D], the halting-weighted sum of the loops' states.
         ponder: fp32 [B, S], expected number of loops (with gradient).
         router: Statistics stacked over loops and layers, leading dim T * layers.
+        loops: Statistics of the loops.
     """
 
     r: Tensor
     ponder: Tensor
     router: RouterStats
+    loops: LoopSums
 
 
 class RecurrentLayer(nn.Module):
@@ -131,7 +147,7 @@ class RecurrentCore(nn.Module):
             num_loops: Loops to run; beyond the trained number the last loop's embedding and scale are used.
         """
         h_BSD = z_BSD
-        probs, states, stats = [], [], []
+        probs, states, stats, norms = [], [], [], []
         first_with_gradient = max(0, num_loops - self.backprop_loops) if self.backprop_loops else 0
         for t in range(num_loops):
             with torch.set_grad_enabled(torch.is_grad_enabled() and t >= first_with_gradient):
@@ -139,18 +155,24 @@ class RecurrentCore(nn.Module):
                 y_BSD = self.input_norm(h_BSD + z_BSD + self.loop_embedding(loop))
                 for index, layer in enumerate(self.layers):
                     if str(index) in self.engram_gates:
-                        y_BSD = y_BSD + self.engram_gates[str(index)](y_BSD, memories[str(index)], conv_mask)
+                        recalled_BSD = self.engram_gates[str(index)](y_BSD, memories[str(index)], conv_mask)
+                        norms.append(sum_of_norms(recalled_BSD, filled_BS))
+                        y_BSD = y_BSD + recalled_BSD
                     y_BSD, layer_stats = layer(y_BSD, rotary, mask, filled_BS)
                     stats.append(layer_stats)
                 y_BSD = y_BSD + self.adapter(y_BSD, loop)
                 h_BSD = self.injection(h_BSD, z_BSD, y_BSD)
                 states.append(h_BSD)
+                norms.append(sum_of_norms(h_BSD, filled_BS))
                 probs.append(self.halting_probability(h_BSD))
         weights = act_weights(torch.stack(probs), self.act_epsilon)
         r_BSD = sum(weight[..., None] * state.float() for weight, state in zip(weights, states, strict=True))
         loops = torch.arange(1, num_loops + 1, device=z_BSD.device)[:, None, None]
         router = RouterStats(*(torch.stack(parts) for parts in zip(*stats, strict=True)))
-        return CoreOutput(r_BSD.to(z_BSD.dtype), (weights * loops).sum(0), router)
+        *engram_norms, hidden_norm_T = torch.stack(norms).view(num_loops, -1).unbind(1)
+        engram_norm_TG = torch.stack(engram_norms, 1) if engram_norms else hidden_norm_T.new_zeros(num_loops, 0)
+        sums = LoopSums(hidden_norm_T, (weights.detach() * filled_BS).sum((1, 2)), engram_norm_TG)
+        return CoreOutput(r_BSD.to(z_BSD.dtype), (weights * loops).sum(0), router, sums)
 
     def routers(self) -> list[Router]:
         """The routers of the layers, in order."""
@@ -160,6 +182,11 @@ class RecurrentCore(nn.Module):
         """fp32 [B, S]."""
         halt = self.halt_predictor
         return F.linear(h_BSD.float(), halt.weight.float(), halt.bias.float()).squeeze(-1).sigmoid()
+
+
+def sum_of_norms(x_BSD: Tensor, filled_BS: Tensor) -> Tensor:
+    """Sum of the vectors' Euclidean norms over filled slots: fp32 scalar without gradient."""
+    return (torch.linalg.vector_norm(x_BSD.detach(), dim=-1, dtype=torch.float32) * filled_BS).sum()
 
 
 def act_weights(probs_TBS: Tensor, epsilon: float) -> Tensor:

@@ -1,0 +1,97 @@
+"""Spider's metrics of loops, experts and memories, against what the modules put out, gathered by hooks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spider_titan.models.spider.losses import entropy_share
+from spider_titan.spec import Batch, LossTerms, StepContext, get_model_spec
+from spider_titan.validate import add_sums
+
+from .reference.tiny import lively_spider, next_ids, packed_rows
+
+SPIDER = get_model_spec("spider")
+LOOPS, LAYERS, EXPERTS = 3, 2, 4
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> LossTerms:
+    return SPIDER.loss(model, Batch(ids, next_ids(ids)), StepContext(num_targets=100, max_boundary_rate=0.7))
+
+
+def record(model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
+    """What the modules put out in each call, filled by later forwards."""
+    outputs: dict[str, list[Tensor]] = {name: [] for name in names}
+    modules = dict(model.named_modules())
+
+    def keep(name: str) -> Any:
+        return lambda module, args, output: outputs[name].append(output)
+
+    for name in names:
+        modules[name].register_forward_hook(keep(name))
+    return outputs
+
+
+def mean_norm(x_BSD: Tensor, filled: Tensor) -> float:
+    return sum(float(vector.double().square().sum().sqrt()) for vector in x_BSD[filled]) / int(filled.sum())
+
+
+@torch.no_grad()
+def test_metrics_are_means_over_segments() -> None:
+    model = lively_spider()
+    gates = ["core.engram_gates.0", "core.engram_gates.1"]
+    routers = ["core.layers.0.moe.router", "core.layers.1.moe.router"]
+    outputs = record(model, ["core.injection", "core", *gates, *routers])
+    ids = packed_rows()
+    metrics = SPIDER.metrics(loss_of(model, ids).sums)
+    filled = model(ids, max_boundary_rate=0.7).filled
+    assert not filled[:, 0].any() and not filled.all(-1).any(), "null and unused slots are there to be left out"
+
+    for t in range(LOOPS):
+        assert metrics[f"hidden_norm/{t + 1}"] == pytest.approx(mean_norm(outputs["core.injection"][t], filled))
+        entropies = []
+        for router in routers:
+            mean = outputs[router][t][2].probs_BE.sum(0).double() / int(filled.sum())
+            entropies.append(-sum(float(p) * math.log(float(p)) for p in mean) / math.log(EXPERTS))
+        assert metrics[f"routing_entropy/{t + 1}"] == pytest.approx(min(entropies), rel=1e-5)
+    for index, gate in enumerate(gates):
+        norms = [mean_norm(outputs[gate][t], filled) for t in range(LOOPS)]
+        assert metrics[f"engram_norm/{index + 1}"] == pytest.approx(sum(norms) / LOOPS, rel=1e-5)
+    for index, router in enumerate(routers):
+        chosen = torch.cat([outputs[router][t][1][filled].flatten() for t in range(LOOPS)])
+        counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
+        even = int(filled.sum()) * LOOPS * 2 / EXPERTS
+        assert metrics[f"expert_load_max/{index + 1}"] == pytest.approx(max(counts) / even)
+        assert metrics[f"expert_load_min/{index + 1}"] == pytest.approx(min(counts) / even)
+
+
+def test_halting_shares_sum_to_one_and_give_the_expected_loops() -> None:
+    metrics = SPIDER.metrics(loss_of(lively_spider(), packed_rows()).sums)
+    shares = [metrics[f"halting_share/{t}"] for t in range(1, LOOPS + 1)]
+    assert sum(shares) == pytest.approx(1.0)
+    assert sum(t * share for t, share in enumerate(shares, 1)) == pytest.approx(metrics["expected_loops"], rel=1e-5)
+
+
+def test_sums_of_micro_batches_give_the_same_metrics() -> None:
+    model, ids = lively_spider(), packed_rows()
+    whole, totals = loss_of(model, ids).sums, dict[str, Tensor]()
+    for row in ids.split(1):
+        add_sums(totals, loss_of(model, row).sums)
+    for name, value in SPIDER.metrics(whole).items():
+        assert SPIDER.metrics(totals)[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_model_without_memories_has_no_such_metric() -> None:
+    metrics = SPIDER.metrics(loss_of(lively_spider(engram_layers=()), packed_rows()).sums)
+    assert [name for name in metrics if name.startswith("engram_norm")] == []
+    assert f"hidden_norm/{LOOPS}" in metrics
+
+
+def test_entropy_is_one_where_even_and_zero_where_collapsed() -> None:
+    share = entropy_share(torch.tensor([[3.0, 3.0, 3.0, 3.0], [0.0, 0.0, 5.0, 0.0], [1.0, 1.0, 0.0, 0.0]]))
+    assert share.tolist() == pytest.approx([1.0, 0.0, 0.5])
+    assert entropy_share(torch.tensor([[7.0]])).tolist() == [1.0]
