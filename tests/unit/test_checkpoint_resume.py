@@ -144,7 +144,9 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("disabled", 0), ("disabled", 2), ("async", 0)])
+@pytest.mark.parametrize(
+    ("mode", "workers"), [("disabled", 0), pytest.param("disabled", 2, marks=pytest.mark.slow), ("async", 0)]
+)
 def test_two_crashes_change_no_number(world: World, unbroken: Path, tmp_path: Path, workers: int, mode: str) -> None:
     options = ("--data.num_workers", str(workers), "--checkpoint.async_mode", mode)
     # Within warm-up, with the predictor frozen; then within the second phase, after it has begun to move.
@@ -398,6 +400,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_float8_shards_are_saved_as_plain_tensors(world: World, tmp_path: Path) -> None:
     options = ("--precision.mode", "fp8_dynamic", "--precision.fp8_recipe", "tensorwise", "--precision.emulate")
     (tmp_path / "a").mkdir()
@@ -426,7 +429,7 @@ ENDING = RUN.replace('[[data.phases]]\nuntil = 0.5\nweights = { english = 1.0 }\
 )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_end_of_data_ends_the_run_as_its_last_step_does(world: World, tmp_path: Path, workers: int) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
