@@ -29,7 +29,7 @@ interval = 2
 """
 LEGS = [(4, 0, 2), (2, 2, 4), (1, 4, 6), (3, 6, 8)]
 """Ranks, first step, last step."""
-TIMES = {"bytes_per_second", "eta_seconds"}
+TIMES = {"bytes_per_second", "eta_seconds", "loader_wait"}
 
 
 class StopAtStep(StopRequest):

@@ -75,7 +75,7 @@ def after_step(model, context):
         os.kill(os.getpid(), signal.SIGTERM)
 register_plugin(Plugin("stopper", lambda model, spec, context: model, after_step), before="fsdp")
 """
-TIMES = {"bytes_per_second", "eta_seconds"}
+TIMES = {"bytes_per_second", "eta_seconds", "loader_wait"}
 
 
 @pytest.fixture

@@ -83,14 +83,14 @@ def test_units_hold_every_parameter_once_and_shards_divide_them(path: Path) -> N
 def test_memory_of_a_rank_by_hand() -> None:
     units = [Unit("a", 800, 200, 1600, True), Unit("b", 400, 100, 800, True), Unit("", 80, 20, 160, False)]
     with imagine_world(ParallelismConfig(), 4) as world:
-        memory = describe_memory(units, world, 5000, offloads=False)
+        memory = describe_memory(units, world, 5000, 320 * 8, offloads=False)
     assert memory.state == 320 * 16
     assert memory.gathered == 1600 + 800 + 160
     assert memory.reduced == 4 * (800 + 200)
     assert memory.on_device == 320 * 16 + 2560 + 4000 + 5000
     alone = [Unit("a", 800, 800, 1600, True)]
     with imagine_world(ParallelismConfig(), 1) as world:
-        memory = describe_memory(alone, world, 5000, offloads=True)
+        memory = describe_memory(alone, world, 5000, 800 * 8, offloads=True)
     assert memory.reduced == 3 * 4 * 800
     assert memory.on_device == 1600 + 9600 + 5000
 
