@@ -16,6 +16,7 @@ from spider_titan import plugins, startup
 from spider_titan.activation_memory import estimate_activations
 from spider_titan.distributed import World, num_shards
 from spider_titan.optim import GroupedAdamW, check_groups
+from spider_titan.optim.shards import local
 from spider_titan.plugins.fsdp import plan_units
 from spider_titan.spec import ModelSpec
 
@@ -162,14 +163,10 @@ def describe_units(model: nn.Module, spec: ModelSpec, context: plugins.PluginCon
     return units
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def gathered_itemsize(parameter: Tensor, itemsize: int) -> int:
     """Bytes a gathered element takes: 1 where the shard is a tensor that casts itself to float8 to be gathered."""
-    return 1 if hasattr(local(parameter), "fsdp_pre_all_gather") else itemsize
+    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return 1 if hasattr(shard, "fsdp_pre_all_gather") else itemsize
 
 
 def count_collectives(units: list[Unit], world: World, micro_batches: int) -> Collectives:

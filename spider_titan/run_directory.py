@@ -43,6 +43,16 @@ def explain_disk_errors(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def folder_of(path: Path | str) -> Path:
+    """The folder that ``job.dump_folder`` names; relative paths start at the current folder."""
+    return Path(path).expanduser().resolve()
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Where the run of a folder saves its states."""
+    return folder / "checkpoint"
+
+
 class RunDirectory:
     """Creates the directory, keeps an earlier run that lies in it, and holds it against a second run until ``close``.
 
@@ -57,7 +67,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str, *, goes_on: bool = False, config_text: str = "") -> None:
-        self.path = Path(path).expanduser().resolve()
+        self.path = folder_of(path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"job.dump_folder: {self.path} is a file; name a folder")
         try:
@@ -95,7 +105,7 @@ class RunDirectory:
     @property
     def checkpoint_folder(self) -> Path:
         """Saved states."""
-        return self.path / "checkpoint"
+        return checkpoint_folder(self.path)
 
     def write_config(self, text: str) -> None:
         """Writes the effective configuration.

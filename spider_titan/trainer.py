@@ -31,7 +31,7 @@ from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.plugins import PluginContext
 from spider_titan.plugins.compile import WarmUp, warm_up
 from spider_titan.profiling import Profiler
-from spider_titan.run_directory import RunDirectory
+from spider_titan.run_directory import RunDirectory, checkpoint_folder, folder_of
 from spider_titan.samples import expert_map, segmented_text
 from spider_titan.spec import Batch, StepContext
 from spider_titan.validate import Validator, add_sums
@@ -477,7 +477,7 @@ class Trainer:
     def _open_checkpoints(self, config: JobConfig, config_text: str) -> CheckpointManager | None:
         if not config.checkpoint.enable:
             return None
-        root = Path(config.job.dump_folder).expanduser().resolve() / "checkpoint"
+        root = checkpoint_folder(folder_of(config.job.dump_folder))
         return CheckpointManager(root, config.checkpoint, self.world, config_text)
 
     def _find_progress(self) -> tuple[Progress, int | None]:
@@ -519,7 +519,7 @@ class Trainer:
     def _build_profiler(self, config: JobConfig) -> Profiler | None:
         if not config.profiling.enabled:
             return None
-        folder = Path(config.job.dump_folder).expanduser().resolve()
+        folder = folder_of(config.job.dump_folder)
         return Profiler(config.profiling, folder, rank=self.world.rank, device=self.world.device)
 
     def _build_model(self, config: JobConfig) -> nn.Module:

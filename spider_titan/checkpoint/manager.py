@@ -67,13 +67,12 @@ class CheckpointManager:
         self._stager = _stager(config.async_mode)
         self._on_reporter("prepare the folder of checkpoints", self._prepare)
 
-    def save(self, snapshot: Snapshot, *, kept_as: dict[str, dict[str, Any]] | None = None, wait: bool = False) -> None:
+    def save(self, snapshot: Snapshot, *, kept_as: dict[str, dict[str, Any]] | None = None) -> None:
         """Saves; in an async mode returns as soon as the tensors may change again.
 
         Args:
             snapshot: The state.
             kept_as: Entries for ``kept.json``, which protect this step from being deleted.
-            wait: Whether to return only when the checkpoint is complete, whatever the mode.
 
         Raises:
             DiskError: On all ranks, if any could not write this checkpoint, or the one before in the background.
@@ -99,8 +98,6 @@ class CheckpointManager:
             self._explained(staging, needed, finish)
 
         self._pending, self._pending_step = self._executor.submit(in_background), snapshot.step
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Returns when no save is under way.
@@ -129,11 +126,12 @@ class CheckpointManager:
         """
         steps = self._from_reporter(lambda: folders.steps_in(self.root))
         if self.config.load_step >= 0:
+            known = ", ".join(f"step-{step}" for step in steps)
             steps = [step for step in steps if step == self.config.load_step]
             if not steps:
                 raise ValueError(
                     f"checkpoint.load_step = {self.config.load_step}: {self.root} has "
-                    f"{self._known_steps() or 'no checkpoint'}; give one of these steps, or -1 for the newest"
+                    f"{known or 'no checkpoint'}; give one of these steps, or -1 for the newest"
                 )
         for step in steps:
             reason = self._damage(self.folder(step))
@@ -193,11 +191,6 @@ class CheckpointManager:
         """The value of the best checkpoint so far; infinite if there is none."""
         kept = self._from_reporter(lambda: folders.read_kept(self.root))
         return float(kept["best"]["value"]) if "best" in kept else float("inf")
-
-    def keep(self, step: int, kept_as: dict[str, dict[str, Any]]) -> None:
-        """Protects a step that is saved already."""
-        self.wait()
-        self._on_reporter("note what is kept", lambda: self._note(step, kept_as))
 
     def has(self, step: int) -> bool:
         """Whether a step is saved, or is being saved."""
@@ -263,10 +256,7 @@ class CheckpointManager:
             folders.verify(folder, folders.read_marker(folder), self._world.rank, self._world.size)
         except DamagedError as error:
             reason = str(error)
-        return next(filter(None, self._gather(reason)), "")
-
-    def _known_steps(self) -> str:
-        return ", ".join(f"step-{step}" for step in self._from_reporter(lambda: folders.steps_in(self.root)))
+        return self._first_reason(reason)
 
     def _explained(self, staging: Path, needed: int, action: Callable[[], Any]) -> None:
         """Runs ``action`` on all ranks; if it fails on any, all raise the same error."""
@@ -277,7 +267,7 @@ class CheckpointManager:
             # Whatever it is, the other ranks must hear of it before this one ends.
             error = _reason(failure)
             logger.debug("saving failed", exc_info=True)
-        if reason := next(filter(None, self._gather(error)), ""):
+        if reason := self._first_reason(error):
             raise DiskError(
                 f"cannot write the checkpoint {staging} of {needed:,} bytes: {reason}; free some space, or lower "
                 "checkpoint.keep_latest_k; earlier checkpoints are intact"
@@ -301,6 +291,10 @@ class CheckpointManager:
         values = [action() if self._world.is_reporter else None]
         dist.broadcast_object_list(values, group=self._group)
         return values[0]
+
+    def _first_reason(self, reason: str) -> str:
+        """That of the first rank that has one; empty if none has."""
+        return next(filter(None, self._gather(reason)), "")
 
     def _gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""

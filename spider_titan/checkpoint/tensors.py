@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.tensor import DTensor
 
 from spider_titan.models.common.init import clean_fqn
+from spider_titan.optim.shards import local
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -34,10 +35,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def plain(value: Tensor) -> Tensor:
     """A sharded tensor without what torchao wraps its shard in to gather it as float8; same memory."""
-    inner = getattr(value.to_local(), "_tensor", None) if isinstance(value, DTensor) else None
-    if isinstance(value, DTensor) and inner is not None:
+    if isinstance(value, DTensor) and local(value) is not value.to_local():
         return DTensor.from_local(
-            inner,
+            local(value),
             value.device_mesh,
             value.placements,
             run_check=False,

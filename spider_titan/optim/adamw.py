@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -27,6 +28,30 @@ class GroupOptimizer(Protocol):
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """State of a parameter before its first update: plain tensors, sharded as the parameter is."""
+
+
+class ParameterwiseAdamW(torch.optim.Optimizer, ABC):
+    """AdamW that updates one parameter after another; a subclass says by what state and how."""
+
+    @abstractmethod
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As ``GroupOptimizer``; has ``step``, on the CPU, so that no step waits for the device to read it."""
+
+    @abstractmethod
+    def update(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Moves a parameter that has a gradient; ``step`` counts this update already."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates the parameters that have gradients."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(self.new_state(parameter))
+            state["step"] += 1
+            self.update(parameter, state)
 
 
 class DenseAdamW(torch.optim.AdamW):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spider_titan.optim.adamw import ParameterwiseAdamW
 from spider_titan.optim.config import OptimizerConfig
 from spider_titan.optim.shards import local
 from spider_titan.quiet import torchao_import
@@ -38,7 +39,7 @@ def is_quantised(parameter: Tensor) -> bool:
     return not any(placement.is_shard(parameter.ndim - 1) for placement in placements)
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(ParameterwiseAdamW):
     """torchao's 8-bit AdamW over parameters for which ``is_quantised`` holds.
 
     Args:
@@ -75,22 +76,12 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         return state
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have gradients."""
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state.update(self.new_state(parameter))
-            state["step"] += 1
-            weight = local(parameter.detach())
-            if not weight.numel():
-                continue  # With fewer rows than ranks, some have none.
-            self._update(weight, local(parameter.grad), state)
-
-    def _update(self, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Moves a parameter and rounds its averages again."""
+        assert parameter.grad is not None
+        weight, grad = local(parameter.detach()), local(parameter.grad)
+        if not weight.numel():
+            return  # With fewer rows than ranks, some have none.
         mean = _average(state, "exp_avg", signed=True, dtype=weight.dtype)
         square = _average(state, "exp_avg_sq", signed=False, dtype=weight.dtype)
         blocks = (_as_blocks(weight), _as_blocks(grad.contiguous()))

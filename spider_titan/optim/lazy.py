@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from spider_titan.optim.adamw import ParameterwiseAdamW
 from spider_titan.optim.config import OptimizerConfig
 from spider_titan.optim.shards import local
 
 
-class LazyRowsAdamW(torch.optim.Optimizer):
+class LazyRowsAdamW(ParameterwiseAdamW):
     """AdamW over matrices whose rows move only when hit.
 
     Args:
@@ -53,31 +54,18 @@ class LazyRowsAdamW(torch.optim.Optimizer):
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """``step``, ``exp_avg`` and ``exp_avg_sq``."""
         return {
-            # On the CPU, so that no step waits for the device to read it.
             "step": torch.zeros((), device="cpu"),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates the rows whose gradients are not zero."""
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state.update(self.new_state(parameter))
-            state["step"] += 1
-            self._update(
-                local(parameter),
-                local(parameter.grad),
-                local(state["exp_avg"]),
-                local(state["exp_avg_sq"]),
-                int(state["step"]),
-            )
+    def update(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Moves the rows whose gradients are not zero."""
+        assert parameter.grad is not None
+        averages = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        self._update_rows(local(parameter), local(parameter.grad), *averages, int(state["step"]))
 
-    def _update(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, count: int) -> None:
+    def _update_rows(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, count: int) -> None:
         """Updates by masks: factors of 1 and additions of 0 are exact, so rows that are not hit do not change.
 
         Args:

@@ -41,6 +41,12 @@ TINY_SPIDER: dict[str, Any] = {
 }
 
 
+def spider_toml() -> str:
+    """``TINY_SPIDER`` as the ``[model]`` of a file; what follows it goes on in that section."""
+    lines = (f"{key} = {list(value) if isinstance(value, tuple) else value}" for key, value in TINY_SPIDER.items())
+    return "\n".join(("[model]", 'name = "spider"', *lines, ""))
+
+
 def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
     """Runs ``function(rank, *args)`` on every rank, a thread each."""
     torch.multiprocessing.spawn(_run, args=(world_size, free_port(), function, args), nprocs=world_size)

@@ -19,7 +19,7 @@ from spider_titan.interrupt import Stopped, StopRequest
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
 
-from .ranks import TINY_SPIDER, full, spawn
+from .ranks import full, spawn, spider_toml
 from .test_world_sizes import RUN
 
 CHECKPOINT = """
@@ -116,9 +116,7 @@ def two_ranks(rank: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs."""
     folder = tmp_path_factory.mktemp("elastic")
-    entries = {key: list(value) if isinstance(value, tuple) else value for key, value in TINY_SPIDER.items()}
-    model = "\n".join(f"{key} = {value}" for key, value in entries.items())
-    (folder / "run.toml").write_text(f'[model]\nname = "spider"\n{model}\n{RUN}{CHECKPOINT}')
+    (folder / "run.toml").write_text(f"{spider_toml()}{RUN}{CHECKPOINT}")
     for ranks, first, last in LEGS:
         spawn(ranks, elastic_leg, str(folder), ranks, first, last)
     spawn(2, two_ranks, str(folder))

@@ -23,7 +23,7 @@ from spider_titan.trainer import Trainer
 from spider_titan.watch import NonFiniteError, StepWatch
 
 from .faults import poison
-from .ranks import TINY_SPIDER, full, spawn
+from .ranks import full, spawn, spider_toml
 
 RUN = """
 [training]
@@ -61,8 +61,7 @@ def world() -> Iterator[World]:
 
 def make_trainer(world: World, folder: Path, *options: str) -> Trainer:
     file = folder / f"run{world.rank}.toml"
-    lines = (f"{key} = {list(value) if isinstance(value, tuple) else value}" for key, value in TINY_SPIDER.items())
-    file.write_text("\n".join(["[model]", *lines, "router_bias_rate = 0.01", RUN]))
+    file.write_text(f"{spider_toml()}router_bias_rate = 0.01\n{RUN}")
     config = load_config(["--job.config_file", str(file), "--job.dump_folder", str(folder / "run"), *options])
     return Trainer(config, to_toml(config), world)
 

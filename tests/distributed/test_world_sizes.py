@@ -13,7 +13,7 @@ from spider_titan.config import load_config, to_toml
 from spider_titan.distributed import join_world
 from spider_titan.trainer import Trainer
 
-from .ranks import TINY_SPIDER, full_state, spawn
+from .ranks import full_state, spawn, spider_toml
 
 STEPS = 8
 # 12 rows divide among 1, 2, 3 and 4 ranks; 8 experts do not divide among 3.
@@ -71,11 +71,8 @@ def train(rank: int, folder: str, runs: dict[str, list[str]]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs."""
     folder = tmp_path_factory.mktemp("worlds")
-    model = "\n".join(
-        f"{key} = {list(value) if isinstance(value, tuple) else value}" for key, value in TINY_SPIDER.items()
-    )
     recurrence = 'sample_loops = "poisson"\nbackprop_loops = 2'
-    (folder / "run.toml").write_text(f'[model]\nname = "spider"\n{model}\n{recurrence}\n{RUN}')
+    (folder / "run.toml").write_text(f"{spider_toml()}{recurrence}\n{RUN}")
     for size in (1, 2, 3, 4):
         spawn(size, train, str(folder), {name: options for name, (ranks, options) in WORLDS.items() if ranks == size})
     return folder

@@ -26,26 +26,9 @@ from spider_titan.interrupt import Stopped, StopRequest
 from spider_titan.run_directory import DiskError
 from spider_titan.trainer import Trainer
 
-RUN = """
-[model]
-name = "spider"
-hidden_size = 32
-num_heads = 2
-num_prelude_layers = 1
-num_coda_layers = 1
-num_recurrent_layers = 2
-engram_layers = [1]
-num_experts = 4
-intermediate_size = 32
-expert_rank = 8
-q_lora_rank = 16
-kv_lora_rank = 16
-qk_nope_head_dim = 8
-qk_rope_head_dim = 8
-v_head_dim = 8
-engram_slots = 64
-engram_head_dim = 4
-router_bias_rate = 0.01
+from .reference.tiny import SPIDER_TOML
+
+RUN = f"""{SPIDER_TOML}router_bias_rate = 0.01
 [training]
 steps = 12
 seq_len = 64
@@ -69,11 +52,11 @@ part = "english"
 part = "code"
 [[data.phases]]
 until = 0.5
-weights = { english = 1.0 }
+weights = {{ english = 1.0 }}
 boundary = "fixed"
 [[data.phases]]
 until = 1.0
-weights = { english = 0.6, code = 0.4 }
+weights = {{ english = 0.6, code = 0.4 }}
 """
 TIMES = {"bytes_per_second", "eta_seconds", "loader_wait"}
 

@@ -23,7 +23,8 @@ from spider_titan.profiling import Profiler, ProfilingConfig
 from spider_titan.run_directory import DiskError
 from spider_titan.wandb_log import WeightsAndBiases
 
-from .test_trainer import TINY_BYTE_TRANSFORMER, assert_same, make_trainer, train
+from .reference.tiny import BYTE_TRANSFORMER_TOML
+from .test_trainer import assert_same, make_trainer, train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -40,8 +41,8 @@ def files_in(folder: Path) -> list[str]:
 
 def test_a_run_writes_its_traces_and_computes_the_same(world: World, tmp_path: Path) -> None:
     options = ("--profiling.enable_profiling", "--profiling.profile_freq", "3", "--profiling.profiler_warmup", "1")
-    _, plain = train(world, tmp_path / "a", model=TINY_BYTE_TRANSFORMER)
-    _, profiled = train(world, tmp_path / "b", *options, model=TINY_BYTE_TRANSFORMER)
+    _, plain = train(world, tmp_path / "a", model=BYTE_TRANSFORMER_TOML)
+    _, profiled = train(world, tmp_path / "b", *options, model=BYTE_TRANSFORMER_TOML)
     assert_same(profiled, plain)
     assert not (tmp_path / "a" / "run" / "profile_traces").exists()
     traces = tmp_path / "b" / "run" / "profile_traces"
@@ -155,7 +156,7 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
 
 
 def test_weights_and_biases_gets_the_numbers(world: World, tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
-    lines, _ = train(world, tmp_path, "--metrics.enable_wandb", model=TINY_BYTE_TRANSFORMER)
+    lines, _ = train(world, tmp_path, "--metrics.enable_wandb", model=BYTE_TRANSFORMER_TOML)
     (run,) = wandb_runs
     assert run.finished
     assert run.arguments["name"] == "run"

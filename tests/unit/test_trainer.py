@@ -20,39 +20,8 @@ from spider_titan.optim import GroupedAdamW, LRSchedulerConfig, OptimizerConfig
 from spider_titan.spec import Batch, StepContext, get_model_spec
 from spider_titan.trainer import Trainer
 
-TINY_SPIDER = """
-[model]
-name = "spider"
-hidden_size = 32
-num_heads = 2
-num_prelude_layers = 1
-num_coda_layers = 1
-num_recurrent_layers = 2
-engram_layers = [1]
-num_experts = 4
-intermediate_size = 32
-expert_rank = 8
-q_lora_rank = 16
-kv_lora_rank = 16
-qk_nope_head_dim = 8
-qk_rope_head_dim = 8
-v_head_dim = 8
-engram_slots = 64
-engram_head_dim = 4
-"""
-TINY_BYTE_TRANSFORMER = """
-[model]
-name = "byte_transformer"
-hidden_size = 32
-num_heads = 2
-num_layers = 2
-intermediate_size = 32
-q_lora_rank = 16
-kv_lora_rank = 16
-qk_nope_head_dim = 8
-qk_rope_head_dim = 8
-v_head_dim = 8
-"""
+from .reference.tiny import BYTE_TRANSFORMER_TOML, SPIDER_TOML
+
 RUN = """
 [training]
 steps = 8
@@ -84,14 +53,14 @@ def world() -> Iterator[World]:
         yield world
 
 
-def make_trainer(world: World, folder: Path, *options: str, model: str = TINY_SPIDER) -> Trainer:
+def make_trainer(world: World, folder: Path, *options: str, model: str = SPIDER_TOML) -> Trainer:
     file = folder / "run.toml"
     file.write_text(model + RUN)
     config = load_config(["--job.config_file", str(file), "--job.dump_folder", str(folder / "run"), *options])
     return Trainer(config, to_toml(config), world)
 
 
-def train(world: World, folder: Path, *options: str, model: str = TINY_SPIDER) -> tuple[list[dict], dict]:
+def train(world: World, folder: Path, *options: str, model: str = SPIDER_TOML) -> tuple[list[dict], dict]:
     """Trains; returns the training lines of metrics.jsonl and the weights."""
     folder.mkdir(exist_ok=True)
     trainer = make_trainer(world, folder, *options, model=model)
@@ -111,7 +80,7 @@ def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("model", [TINY_SPIDER, TINY_BYTE_TRANSFORMER], ids=["spider", "byte_transformer"])
+@pytest.mark.parametrize("model", [SPIDER_TOML, BYTE_TRANSFORMER_TOML], ids=["spider", "byte_transformer"])
 def test_a_rank_alone_is_bit_equal_to_plain_code(world: World, tmp_path: Path, model: str) -> None:
     """fully_shard on a mesh of one against a plain loop over a plain module."""
     trainer = make_trainer(world, tmp_path, model=model)
@@ -225,7 +194,7 @@ def test_the_predictor_is_frozen_through_warmup(world: World, tmp_path: Path) ->
 
 def make_config(folder: Path) -> Any:
     file = folder / "run.toml"
-    file.write_text(TINY_SPIDER + RUN)
+    file.write_text(SPIDER_TOML + RUN)
     return load_config(["--job.config_file", str(file)]).model_config
 
 
@@ -269,7 +238,7 @@ def test_validation_at_several_loops(world: World, tmp_path: Path) -> None:
 
 def test_validation_at_several_loops_needs_loops(world: World, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"validation\.num_loops = .2. is for models that loop, and 'byte_tr"):
-        make_trainer(world, tmp_path, "--validation.num_loops", "2", model=TINY_BYTE_TRANSFORMER)
+        make_trainer(world, tmp_path, "--validation.num_loops", "2", model=BYTE_TRANSFORMER_TOML)
 
 
 def test_every_step_runs_the_loops_drawn_for_it(world: World, tmp_path: Path) -> None:

@@ -46,6 +46,41 @@ SPIDER_SIZES: dict[str, Any] = {
     "engram_head_dim": 4,
     "lora_rank": 4,
 }
+SPIDER_TOML = """
+[model]
+name = "spider"
+hidden_size = 32
+num_heads = 2
+num_prelude_layers = 1
+num_coda_layers = 1
+num_recurrent_layers = 2
+engram_layers = [1]
+num_experts = 4
+intermediate_size = 32
+expert_rank = 8
+q_lora_rank = 16
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+engram_slots = 64
+engram_head_dim = 4
+"""
+"""A Spider for whole runs, as the ``[model]`` of a file; what follows it goes on in that section."""
+BYTE_TRANSFORMER_TOML = """
+[model]
+name = "byte_transformer"
+hidden_size = 32
+num_heads = 2
+num_layers = 2
+intermediate_size = 32
+q_lora_rank = 16
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+"""
+"""The baseline of the same sizes."""
 
 
 def spider_config(**changes: Any) -> SpiderConfig:
