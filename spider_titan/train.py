@@ -5,12 +5,14 @@ Exit status: 0 done, 2 the user's mistake, 1 anything else.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import NoReturn
 
 from spider_titan import dry_run
 from spider_titan.config import load_config, num_ranks, to_toml
@@ -98,12 +100,21 @@ def _end(failure: Failure) -> int:
     return failure.status
 
 
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if status != DONE and is_launched():
-        # The usual way out waits for threads of communication that is broken.
+def _leave(status: int) -> NoReturn:
+    """Ends the process with ``status``, without the interpreter's finalisation.
+
+    In the finalisation a thread of native code that asks for the interpreter aborts the process, and its status with
+    it, after everything was done and saved.
+    """
+    if status == DONE or not is_launched():
+        atexit._run_exitfuncs()
+    else:
+        # The registered functions wait for threads of communication that is broken.
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _leave(main(sys.argv[1:]))

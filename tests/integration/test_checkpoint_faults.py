@@ -75,6 +75,16 @@ def after_step(model, context):
         os.kill(os.getpid(), signal.SIGTERM)
 register_plugin(Plugin("stopper", lambda model, spec, context: model, after_step), before="fsdp")
 """
+BOMB = """
+import atexit, os, pathlib
+
+class Bomb:
+    def __del__(self):
+        os.abort()
+
+bomb = Bomb()
+atexit.register(pathlib.Path("left").touch)
+"""
 TIMES = {"bytes_per_second", "eta_seconds", "loader_wait"}
 
 
@@ -188,6 +198,13 @@ def test_the_time_limit_ends_a_run_that_goes_on_later(folder: Path) -> None:
     result = run(folder, command("--training.steps", "100000", "--job.time_limit", "1"))
     assert result.returncode == 75, result.stdout
     assert "job.time_limit is reached; the state after step" in result.stdout
+
+
+def test_what_breaks_at_the_exit_of_python_does_not_change_the_status(folder: Path) -> None:
+    (folder / "bomb.py").write_text(BOMB)
+    result = run(folder, command("--training.steps", "1", "--job.import", "bomb"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (folder / "left").exists()
 
 
 @pytest.fixture
