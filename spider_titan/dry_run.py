@@ -114,7 +114,7 @@ def run(config: JobConfig, world: World) -> None:
     groups = spec.param_groups(model)
     check_groups(model, groups)
     optimizer = GroupedAdamW(groups, config.optimizer, config.lr_scheduler, 1, world.sum_over_shards)
-    startup.log_model(config, model, training.bytes_per_step(world.size))
+    startup.log_model(config, model, optimizer, training.bytes_per_step(world.size))
     units = describe_units(model, spec, context)
     log_units(units)
     activations = estimate_activations(

@@ -44,6 +44,7 @@ TENSORBOARD_TAGS = {
     "bytes_seen": "throughput/bytes_seen",
     "bytes_per_second": "throughput/bytes_per_second",
     "loader_wait": "throughput/loader_wait",
+    "epochs": "data/epochs",
     "eta_seconds": "throughput/eta_seconds",
     "mfu": "throughput/mfu",
     "memory_gib": "memory/peak_gib",
@@ -209,10 +210,12 @@ class Lap:
 
     Args:
         bytes_per_second: Counted bytes over the interval's seconds.
+        flops_per_second: Counted FLOPs over them.
         seconds_per_step: Mean duration of its steps.
     """
 
     bytes_per_second: float
+    flops_per_second: float
     seconds_per_step: float
 
 
@@ -231,14 +234,16 @@ class RateMeter:
         self._start: float | None = None
         self._paused = 0.0
         self._bytes = 0
+        self._flops = 0.0
         self._steps = 0
 
-    def count(self, num_bytes: int) -> None:
-        """Ends a step that consumed ``num_bytes`` bytes over all ranks."""
+    def count(self, num_bytes: int, flops: float = 0.0) -> None:
+        """Ends a step that consumed ``num_bytes`` bytes and took ``flops`` FLOPs, both over all ranks."""
         if self._start is None:
             self._restart()
             return
         self._bytes += num_bytes
+        self._flops += flops
         self._steps += 1
 
     @contextmanager
@@ -253,9 +258,9 @@ class RateMeter:
     def lap(self) -> Lap:
         """Returns the rate since the last lap and starts the next, unless no step was counted yet."""
         if self._start is None or self._steps == 0:
-            return Lap(bytes_per_second=math.nan, seconds_per_step=math.nan)
+            return Lap(bytes_per_second=math.nan, flops_per_second=math.nan, seconds_per_step=math.nan)
         seconds = self._clock() - self._start - self._paused
-        lap = Lap(bytes_per_second=self._bytes / seconds, seconds_per_step=seconds / self._steps)
+        lap = Lap(self._bytes / seconds, self._flops / seconds, seconds / self._steps)
         self._restart()
         return lap
 
@@ -263,6 +268,7 @@ class RateMeter:
         self._start = self._clock()
         self._paused = 0.0
         self._bytes = 0
+        self._flops = 0.0
         self._steps = 0
 
 

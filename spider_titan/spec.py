@@ -71,7 +71,8 @@ class LossTerms:
     Args:
         total: Scalar to call ``backward()`` on, already divided by ``StepContext.num_targets``.
         sums: Detached fp32 (or wider) tensors that are plain sums over tokens, rows or segments. Added over
-            micro-batches and ranks they stay meaningful; ``ModelSpec.metrics`` turns the totals into ratios.
+            micro-batches and ranks they stay meaningful; ``ModelSpec.metrics`` turns the totals into ratios. They are
+            read after the backward, which may fill some of them in.
         boundaries: Bool [B, L], input ids that close a segment, to be shown; None if the model has no segments.
     """
 
@@ -155,6 +156,8 @@ class ModelSpec:
         draw_loops: ``(config, seed, step)`` -> loops of that training step, the same on all ranks. None: the model
             does not loop, or not a number of times that ``StepContext.num_loops`` could say.
         max_loops: Config -> the most that ``draw_loops`` returns; given with it.
+        training_flops_per_byte: ``(config, seq_len, num_loops)`` -> FLOPs a byte of forward and backward of a step that
+            runs that many loops. None: three forwards. Recomputed activations do not count.
     """
 
     name: str
@@ -171,6 +174,19 @@ class ModelSpec:
     after_step: Callable[[Any, Mapping[str, Tensor], StepContext], None]
     draw_loops: Callable[[Any, int, int], int] | None = None
     max_loops: Callable[[Any], int] | None = None
+    training_flops_per_byte: Callable[[Any, int, int | None], float] | None = None
+
+    def training_flops(self, config: Any, seq_len: int, num_loops: int | None = None) -> float:
+        """FLOPs a byte of forward and backward.
+
+        Args:
+            config: An instance of ``config_class``.
+            seq_len: Bytes a row.
+            num_loops: ``StepContext.num_loops``.
+        """
+        if self.training_flops_per_byte is not None:
+            return self.training_flops_per_byte(config, seq_len, num_loops)
+        return 3 * self.flops_per_byte(config, seq_len)
 
     def build(self, config: Any, *, device: torch.device | str | None = None, seed: int = 0) -> nn.Module:
         """Builds the model on the meta device, then materialises and initialises it on ``device``.

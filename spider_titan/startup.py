@@ -12,17 +12,18 @@ from torch import nn
 from spider_titan.curriculum import Curriculum
 from spider_titan.data.documents import TrainingSource
 from spider_titan.distributed import World
+from spider_titan.optim import GroupedAdamW
+from spider_titan.plugins.precision import PrecisionConfig
 
 if TYPE_CHECKING:
     from spider_titan.config import JobConfig
 
 logger = logging.getLogger(__name__)
 
-TRAINING_FACTOR = 3
-"""FLOPs of forward and backward over those of the forward."""
-
 PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 peak a device, by a part of its name (vendor data sheets); the first match counts."""
+PEAK_FACTOR: dict[str, int] = {"fp8_dynamic": 2, "mxfp8": 2, "nvfp4": 4}
+"""Peak of the fastest products of a mode over that of bf16, on the devices that have them (the same data sheets)."""
 
 
 def log_run(
@@ -60,14 +61,14 @@ def log_run(
         )
 
 
-def log_model(config: JobConfig, model: nn.Module, bytes_per_step: int) -> None:
-    """Logs parameters by part and by group, and the cost of a byte."""
+def log_model(config: JobConfig, model: nn.Module, optimizer: GroupedAdamW, bytes_per_step: int) -> None:
+    """Logs parameters by part and by group, what updates them, and the cost of a byte."""
     spec = config.model_spec
     for part, count in spec.parameter_counts(model).items():
         logger.info("parameters: %-18s %15s", part, f"{count:,}")
-    for group in spec.param_groups(model):
+    for group in optimizer.groups:
         logger.info(
-            "group: %-18s %4d tensors %15s parameters  lr x%g%s%s%s%s",
+            "group: %-27s %4d tensors %15s parameters  lr x%g%s%s%s%s",
             group.name,
             len(group.parameters),
             f"{sum(parameter.numel() for parameter in group.parameters.values()):,}",
@@ -77,12 +78,14 @@ def log_model(config: JobConfig, model: nn.Module, bytes_per_step: int) -> None:
             "  starts after warm-up" if group.starts_after_warmup else "",
             f"  own clip {group.max_norm:g}" if group.max_norm is not None else "",
         )
+    logger.info("optimizer: %s", optimizer.summary())
     forward = spec.flops_per_byte(config.model_config, config.training.seq_len)
+    training = spec.training_flops(config.model_config, config.training.seq_len)
     logger.info(
-        "cost: %s FLOPs a byte forward, x%d to train; %.2f TFLOPs a step",
+        "cost: %s FLOPs a byte forward, %s to train; %.2f TFLOPs a step",
         f"{forward:,.0f}",
-        TRAINING_FACTOR,
-        forward * TRAINING_FACTOR * bytes_per_step / 1e12,
+        f"{training:,.0f}",
+        training * bytes_per_step / 1e12,
     )
 
 
@@ -97,8 +100,13 @@ def describe_phase(curriculum: Curriculum, index: int) -> str:
     )
 
 
-def mfu_per_byte_rate(config: JobConfig, world: World) -> float | None:
-    """What bytes a second are multiplied by to give the share of the peak FLOPs; None where the peak is not known."""
+def peak_flops(precision: PrecisionConfig, world: World) -> float | None:
+    """FLOPs a second that all devices together cannot exceed in a precision; None where that is not known.
+
+    Args:
+        precision: With the mode that the devices compute in.
+        world: The ranks.
+    """
     if world.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(world.device)
@@ -106,8 +114,8 @@ def mfu_per_byte_rate(config: JobConfig, world: World) -> float | None:
     if peak is None:
         logger.info("mfu: the peak of '%s' is not known, so the share of it is not shown", name)
         return None
-    forward = config.model_spec.flops_per_byte(config.model_config, config.training.seq_len)
-    return forward * TRAINING_FACTOR / (peak * world.size)
+    factor = 1 if precision.emulate else PEAK_FACTOR.get(precision.mode, 1)
+    return peak * factor * world.size
 
 
 def _device_name(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from spider_titan.curriculum import Curriculum
 from spider_titan.data.documents import TrainingSource
 from spider_titan.data.loader import TrainLoader, build_train_loader, build_validation_batches, merge_cursors
 from spider_titan.data.problems import EndOfData
+from spider_titan.data.rows import epochs
 from spider_titan.data.sources import load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.interrupt import Stopped, StopRequest, WaitInterrupted
@@ -142,12 +143,12 @@ class Trainer:
         self.monitor = RecurrentMonitor(config.monitor, self.progress.monitor, self._warn)
         self.sample_freq = config.metrics.log_freq * config.monitor.sample_freq
         self.last_rows: tuple[Tensor, Tensor | None] | None = None
-        startup.log_model(config, self.model, self.bytes_per_step)
+        startup.log_model(config, self.model, self.optimizer, self.bytes_per_step)
         self._restore(config, saved_step)
         self._warm_up(config)
         self.train_timeout = config.comm.train_timeout_seconds
         self.log_freq = config.metrics.log_freq
-        self.mfu_per_rate = startup.mfu_per_byte_rate(config, world)
+        self.peak_flops = startup.peak_flops(self.plugin_context.precision, world)
 
     def train(self) -> None:
         """Runs the steps that are left, validates at the end, and closes the run directory.
@@ -194,7 +195,8 @@ class Trainer:
         self._review_steps(wait=False)
         if is_first:
             self.world.set_timeout(self.train_timeout)
-        self.rate.count(num_targets)
+        flops = self.spec.training_flops(self.model_config, self.training.seq_len, context.num_loops)
+        self.rate.count(num_targets, flops * num_targets)
         done = self.progress.step
         if done % self.log_freq == 0 or done in (1, self.total_steps):
             self._log_step(step, totals, norms, self.rate)
@@ -377,10 +379,11 @@ class Trainer:
             "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
             "loader_wait": loader_wait,
+            **{f"epochs/{name}": number for name, number in epochs(self.sources, self.progress.cursors).items()},
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),
         }
-        if self.mfu_per_rate is not None:
-            observed["mfu"] = lap.bytes_per_second * self.mfu_per_rate
+        if self.peak_flops is not None:
+            observed["mfu"] = lap.flops_per_second / self.peak_flops
         if self.world.device.type == "cuda":
             observed["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.metrics.log_train(step + 1, observed)

@@ -44,8 +44,16 @@ def finished(folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_it_ends_with_status_0_and_says_what_it_did(finished: subprocess.CompletedProcess[str]) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    for word in ("model spider, flavor debug", "held out", "active per byte", "FLOPs a byte", "phase 5/5", "done: 12"):
-        assert word in finished.stdout
+    for words in (
+        "model spider, flavor debug",
+        "held out",
+        "active per byte",
+        "optimizer: adamw; rows of 2 tables move when hit",
+        "FLOPs a byte",
+        "phase 5/5",
+        "done: 12",
+    ):
+        assert words in finished.stdout
     assert "Traceback" not in finished.stdout + finished.stderr and "Warning" not in finished.stderr
 
 
@@ -54,6 +62,7 @@ def test_run_directory(finished: subprocess.CompletedProcess[str], folder: Path)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 4, 8, 12]
     assert [line["step"] for line in lines if "validation_bpb" in line] == [6, 12]
+    assert lines[0].keys() >= {"epochs/english", "loop_grad_norm/1", "loop_grad_norm/2"}
     assert list((run / "tb").glob("events.*"))
     assert (run / "logs" / "train.log").read_text().splitlines()[0] in finished.stdout
     config = load_config(["--job.config_file", str(run / "config.toml")])

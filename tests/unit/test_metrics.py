@@ -206,6 +206,19 @@ def test_rate_leaves_out_the_first_step() -> None:
     assert lap.seconds_per_step == pytest.approx(2.0)
 
 
+def test_flops_are_counted_as_bytes_are() -> None:
+    clock = Clock()
+    meter = RateMeter(clock)
+    meter.count(100, 1e15)
+    for flops in (1e9, 3e9):
+        clock.now += 2.0
+        meter.count(100, flops)
+    assert meter.lap().flops_per_second == pytest.approx(1e9)
+    clock.now += 1.0
+    meter.count(100, 5e9)
+    assert meter.lap().flops_per_second == pytest.approx(5e9)
+
+
 def test_rate_is_not_known_after_the_first_step_and_the_interval_goes_on() -> None:
     clock = Clock()
     meter = RateMeter(clock)

@@ -66,6 +66,36 @@ def test_spider(length: int, rate: float, changes: dict[str, Any]) -> None:
     assert flops - padding_of_groups(config, 2 * slots) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("loops", "backprop_loops"), [(3, 0), (3, 2), (5, 2), (1, 2)])
+def test_a_backward_is_two_forwards_of_the_loops_it_goes_through(loops: int, backprop_loops: int) -> None:
+    spec, config = get_model_spec("spider"), spider_config(backprop_loops=backprop_loops)
+    through = min(loops, backprop_loops or loops)
+    expected = flops_per_byte(spider_config(num_loops=loops), 64) + 2 * flops_per_byte(
+        spider_config(num_loops=through), 64
+    )
+    assert spec.training_flops(config, 64, loops) == pytest.approx(expected)
+    assert spec.training_flops(config, 64) == spec.training_flops(config, 64, 3)
+
+
+def test_counted_flops_of_a_backward() -> None:
+    """But for attention, whose kernel computes its scores once more in the backward."""
+    spec, config = get_model_spec("spider"), spider_config(**WIDE_VALUES, experts_per_token=4)
+    model, length = spec.build(config), 64
+    ids = torch.full((2, length), 97)
+    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
+        model(ids, max_boundary_rate=0.45).logits.float().sum().backward()
+    by_kernel = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    forward = counted(spec.build(config), ids, max_boundary_rate=0.45)
+    attention = by_kernel["aten._scaled_dot_product_flash_attention_for_cpu"]
+    products = sum(flops for name, flops in by_kernel.items() if "scaled_dot" not in name)
+    assert products == pytest.approx(3 * (forward - attention), rel=0.02)
+
+
+def test_a_byte_transformer_trains_at_three_forwards() -> None:
+    spec, config = get_model_spec("byte_transformer"), byte_transformer_config()
+    assert spec.training_flops(config, 64) == 3 * spec.flops_per_byte(config, 64)
+
+
 def padding_of_groups(config: SpiderConfig, num_tokens: int) -> int:
     """Rows that fill the experts' groups up: work that the formula leaves out, as it depends on the kernel."""
     assignments = num_tokens * config.experts_per_token

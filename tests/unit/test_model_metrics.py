@@ -69,6 +69,44 @@ def test_metrics_are_means_over_segments() -> None:
         assert metrics[f"expert_load_min/{index + 1}"] == pytest.approx(min(counts) / even)
 
 
+def gradient_norms(model: nn.Module, ids: Tensor) -> tuple[list[float], dict[str, float]]:
+    """Of the state after each loop: by autograd's own record, and as metrics have them after the backward."""
+    states = record(model, ["core.injection"])["core.injection"]
+    squares = [0.0] * LOOPS
+    totals: dict[str, Tensor] = {}
+    for row in ids.split(1):
+        states.clear()
+        terms = loss_of(model, row)
+        for state in states:
+            if state.requires_grad:
+                state.retain_grad()
+        terms.total.backward()
+        add_sums(totals, terms.sums)
+        for t, state in enumerate(states):
+            squares[t] += float(state.grad.double().square().sum()) if state.grad is not None else 0.0
+    return [math.sqrt(square) for square in squares], SPIDER.metrics(totals)
+
+
+@pytest.mark.parametrize("backprop_loops", [0, 2])
+def test_gradient_norms_of_loops_are_those_of_the_whole_step(backprop_loops: int) -> None:
+    expected, metrics = gradient_norms(lively_spider(backprop_loops=backprop_loops), packed_rows())
+    logged = [metrics[f"loop_grad_norm/{t}"] for t in range(1, LOOPS + 1)]
+    assert logged == pytest.approx(expected, rel=1e-5)
+    assert (logged[0] == 0.0) == bool(backprop_loops)
+    assert min(logged[1:]) > 0.0
+
+
+def test_gradients_do_not_depend_on_their_norms_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> list[Tensor]:
+        model = lively_spider()
+        loss_of(model, packed_rows()).total.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    watched = gradients()
+    monkeypatch.setattr(Tensor, "register_hook", lambda tensor, hook: None)
+    assert all(torch.equal(*pair) for pair in zip(watched, gradients(), strict=True))
+
+
 def test_halting_shares_sum_to_one_and_give_the_expected_loops() -> None:
     metrics = SPIDER.metrics(loss_of(lively_spider(), packed_rows()).sums)
     shares = [metrics[f"halting_share/{t}"] for t in range(1, LOOPS + 1)]

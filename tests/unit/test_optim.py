@@ -147,7 +147,7 @@ def test_a_group_that_starts_after_warmup_is_untouched_until_then() -> None:
     batch = Batch(packed_rows(), next_ids(packed_rows()))
     for step in range(4):
         frozen = optimizer.frozen_groups(step)
-        assert frozen == ({"boundary_predictor"} if step < 2 else set())
+        assert frozen == ({"boundary_predictor", "boundary_predictor_no_decay"} if step < 2 else set())
         SPIDER.loss(model, batch, StepContext(batch.num_targets, "topk", "fixed", 0.34, frozen)).total.backward()
         norms = optimizer.clip(1.0)
         optimizer.step(step)
@@ -278,9 +278,14 @@ def test_spiders_groups() -> None:
     assert groups["engram_tables"].parameters.keys() == {f"engram.layers.{layer}.embed.weight" for layer in (0, 1)}
     assert (groups["engram_tables"].lr_factor, groups["engram_tables"].weight_decay) == (7.0, False)
     assert [name for name, group in groups.items() if group.lazy_rows] == ["engram_tables"]
-    assert all(name.startswith("boundary_predictor.") for name in groups["boundary_predictor"].parameters)
-    assert len(groups["boundary_predictor"].parameters) == 5
-    assert (groups["boundary_predictor"].lr_factor, groups["boundary_predictor"].starts_after_warmup) == (0.3, True)
+    predictor, vectors = groups["boundary_predictor"], groups["boundary_predictor_no_decay"]
+    assert predictor.parameters.keys() == {f"boundary_predictor.{name}.weight" for name in ("hidden", "output")}
+    assert vectors.parameters.keys() == {
+        f"boundary_predictor.{name}" for name in ("norm.weight", "hidden.bias", "output.bias")
+    }
+    assert (predictor.weight_decay, vectors.weight_decay) == (True, False)
+    for group in (predictor, vectors):
+        assert (group.lr_factor, group.starts_after_warmup) == (0.3, True)
     assert [name.split(".")[-1] for name in groups["expert_cores"].parameters] == ["W_gate", "W_transform"] * 2
     assert groups["expert_cores"].max_norm == 0.25
     assert not groups["backbone_no_decay"].weight_decay
@@ -308,6 +313,7 @@ def test_the_reference_models_groups() -> None:
             assert (group.lr_factor, group.weight_decay, group.lazy_rows) == (5.0, False, True), name
         elif name.startswith("boundary_predictor."):
             assert (group.lr_factor, group.starts_after_warmup) == (0.1, True), name
+            assert not (is_vector and group.weight_decay), name
         elif name.endswith(("W_gate", "W_transform")):
             assert (group.lr_factor, group.max_norm, group.weight_decay) == (1.0, 0.5, True), name
         else:

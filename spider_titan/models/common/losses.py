@@ -50,5 +50,5 @@ def language_model_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def as_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached float64 copies, fit for ``LossTerms.sums``."""
+    """Detached and in float64, fit for ``LossTerms.sums``; what is float64 stays the same memory."""
     return {name: value.detach().to(torch.float64) for name, value in sums.items()}

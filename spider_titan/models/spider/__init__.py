@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,7 +13,7 @@ from spider_titan.models.common.init import clean_fqn, constant, init_parameters
 from spider_titan.models.spider.boundary import BoundaryPredictor
 from spider_titan.models.spider.config import FLAVORS, SpiderConfig
 from spider_titan.models.spider.engram import EngramTable
-from spider_titan.models.spider.flops import flops_per_byte
+from spider_titan.models.spider.flops import flops_per_byte, training_flops_per_byte
 from spider_titan.models.spider.loops import draw_loops, max_loops
 from spider_titan.models.spider.losses import PREDICTOR_GROUP, spider_after_step, spider_loss, spider_metrics
 from spider_titan.models.spider.model import Spider
@@ -74,12 +75,15 @@ def blocks(model: Spider) -> list[Block]:
     ]
 
 
+PREDICTOR_VECTOR_GROUP = f"{PREDICTOR_GROUP}_no_decay"
+
+
 def group_of(name: str, parameter: nn.Parameter) -> str:
     """The parameter group of a parameter, by its name; norms, biases and vectors do not decay."""
     if "engram" in name and "embed" in name and "proj" not in name:
         return "engram_tables"
     if name.startswith("boundary_predictor."):
-        return PREDICTOR_GROUP
+        return PREDICTOR_GROUP if parameter.ndim > 1 else PREDICTOR_VECTOR_GROUP
     if name.endswith(("W_gate", "W_transform")):
         return "expert_cores"
     vectors = ("core.loop_embedding.*", "core.adapter.scale.*", "core.halt_predictor.*", "*.conv.weight")
@@ -91,11 +95,13 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
 def param_groups(model: Spider) -> list[ParamGroup]:
     """Every parameter in exactly one group; see ``group_of``."""
     config = model.config
+    predictor = ParamGroup(PREDICTOR_GROUP, {}, lr_factor=config.boundary_lr_factor, starts_after_warmup=True)
     groups = [
         ParamGroup("backbone", {}),
         ParamGroup("backbone_no_decay", {}, weight_decay=False),
         ParamGroup("engram_tables", {}, lr_factor=config.engram_lr_factor, weight_decay=False, lazy_rows=True),
-        ParamGroup(PREDICTOR_GROUP, {}, lr_factor=config.boundary_lr_factor, starts_after_warmup=True),
+        predictor,
+        replace(predictor, name=PREDICTOR_VECTOR_GROUP, parameters={}, weight_decay=False),
         ParamGroup("expert_cores", {}, max_norm=config.expert_max_norm),
     ]
     by_name = {group.name: group for group in groups}
@@ -149,5 +155,6 @@ SPEC = ModelSpec(
     after_step=spider_after_step,
     draw_loops=draw_loops,
     max_loops=max_loops,
+    training_flops_per_byte=training_flops_per_byte,
 )
 register_model_spec(SPEC)

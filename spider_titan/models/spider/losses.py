@@ -156,6 +156,7 @@ def statistics(out: SpiderOutput, batch: Batch, config: SpiderConfig) -> dict[st
         "hidden_norm": out.loops.hidden_norm_T,
         "halting": out.loops.halting_T,
         "engram_norm": out.loops.engram_norm_TG,
+        "loop_grad_squares": out.loops.grad_squares_T,
     }
 
 
@@ -182,7 +183,10 @@ def spider_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def loop_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Means over segments: NAME/T of the loops, counted from 1, and ``engram_norm/G`` of the layers with a memory."""
+    """NAME/T of the loops, counted from 1, and ``engram_norm/G`` of the layers with a memory.
+
+    Means over segments, but for the gradient's norm, which is that of all segments together.
+    """
     segments = totals["num_segments"].clamp_min(1)
     # A layer's router has collapsed if it sends all segments to the same few experts; one such layer is enough.
     entropy_T = entropy_share(totals["expert_probs"]).amin(1)
@@ -190,6 +194,7 @@ def loop_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
         "hidden_norm": totals["hidden_norm"] / segments,
         "halting_share": totals["halting"] / segments,
         "routing_entropy": entropy_T,
+        "loop_grad_norm": totals["loop_grad_squares"].sqrt(),
     }
     metrics = {f"{name}/{t}": value for name, of in by_loop.items() for t, value in enumerate(of.tolist(), 1)}
     engram = (totals["engram_norm"] / segments).mean(0)

@@ -9,6 +9,7 @@ Letters: B rows, S slots, D hidden, T loops, E experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,17 +28,20 @@ MIN_LOG_RATE, MAX_LOG_RATE = -16.0, 4.0
 
 
 class LoopSums(NamedTuple):
-    """Sums over the filled slots of all rows, fp32 and without gradient: what metrics are made of.
+    """Sums over the filled slots of all rows, without gradient: what metrics are made of.
 
     Args:
-        hidden_norm_T: Euclidean norm of the state after each loop.
-        halting_T: Halting weight of each loop.
-        engram_norm_TG: Euclidean norm of what each of the G layers with a memory adds.
+        hidden_norm_T: fp32, Euclidean norm of the state after each loop.
+        halting_T: fp32, halting weight of each loop.
+        engram_norm_TG: fp32, Euclidean norm of what each of the G layers with a memory adds.
+        grad_squares_T: float64, squares of the gradient of the state after each loop, over all slots. Zero until the
+            backward, which fills it in.
     """
 
     hidden_norm_T: Tensor
     halting_T: Tensor
     engram_norm_TG: Tensor
+    grad_squares_T: Tensor
 
 
 class CoreOutput(NamedTuple):
@@ -148,6 +152,7 @@ class RecurrentCore(nn.Module):
         """
         h_BSD = z_BSD
         probs, states, stats, norms = [], [], [], []
+        grad_squares_T = torch.zeros(num_loops, dtype=torch.float64, device=z_BSD.device)
         first_with_gradient = max(0, num_loops - self.backprop_loops) if self.backprop_loops else 0
         for t in range(num_loops):
             with torch.set_grad_enabled(torch.is_grad_enabled() and t >= first_with_gradient):
@@ -162,6 +167,8 @@ class RecurrentCore(nn.Module):
                     stats.append(layer_stats)
                 y_BSD = y_BSD + self.adapter(y_BSD, loop)
                 h_BSD = self.injection(h_BSD, z_BSD, y_BSD)
+                if h_BSD.requires_grad:
+                    h_BSD.register_hook(partial(keep_square, grad_squares_T[t]))
                 states.append(h_BSD)
                 norms.append(sum_of_norms(h_BSD, filled_BS))
                 probs.append(self.halting_probability(h_BSD))
@@ -171,7 +178,7 @@ class RecurrentCore(nn.Module):
         router = RouterStats(*(torch.stack(parts) for parts in zip(*stats, strict=True)))
         *engram_norms, hidden_norm_T = torch.stack(norms).view(num_loops, -1).unbind(1)
         engram_norm_TG = torch.stack(engram_norms, 1) if engram_norms else hidden_norm_T.new_zeros(num_loops, 0)
-        sums = LoopSums(hidden_norm_T, (weights.detach() * filled_BS).sum((1, 2)), engram_norm_TG)
+        sums = LoopSums(hidden_norm_T, (weights.detach() * filled_BS).sum((1, 2)), engram_norm_TG, grad_squares_T)
         return CoreOutput(r_BSD.to(z_BSD.dtype), (weights * loops).sum(0), router, sums)
 
     def routers(self) -> list[Router]:
@@ -187,6 +194,11 @@ class RecurrentCore(nn.Module):
 def sum_of_norms(x_BSD: Tensor, filled_BS: Tensor) -> Tensor:
     """Sum of the vectors' Euclidean norms over filled slots: fp32 scalar without gradient."""
     return (torch.linalg.vector_norm(x_BSD.detach(), dim=-1, dtype=torch.float32) * filled_BS).sum()
+
+
+def keep_square(place: Tensor, grad: Tensor) -> None:
+    """Writes the sum of the gradient's squares into ``place``, a scalar."""
+    place.copy_(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
 
 
 def act_weights(probs_TBS: Tensor, epsilon: float) -> Tensor:
