@@ -59,7 +59,7 @@ def open_loader(
         Curriculum(config.phases, byte_budget=10**12, bytes_per_step=NUM_SHARDS * seq_len),
         seq_len=seq_len,
         batch_size=BATCH_SIZE,
-        num_shards=NUM_SHARDS,
+        num_rows=NUM_SHARDS,
         seed=0,
         cursors={"mine": cursors} if cursors else None,
     )

@@ -128,7 +128,7 @@ class Trainer:
         self.value_to_compare, self.best_value = math.inf, math.inf
         """Of the last step, and the lowest so far: held-out bits per byte, or without validation the loss."""
         self.bytes_before = 0
-        self.progress, saved_step = self._find_progress()
+        self.progress, saved_step = self._find_progress(config)
         self.micro_batches, self.batches = self._build_data(config, sources)
         self.metrics = self._open_metrics(config, config_text)
         startup.log_run(config, sources, world, self.curriculum, self.total_steps)
@@ -433,7 +433,7 @@ class Trainer:
             self.curriculum,
             seq_len=self.training.seq_len,
             batch_size=self.training.local_batch_size,
-            num_shards=rows_per_step,
+            num_rows=rows_per_step,
             seed=self.training.seed,
             rank=self.world.rank,
             world_size=self.world.size,
@@ -483,9 +483,9 @@ class Trainer:
         root = checkpoint_folder(folder_of(config.job.dump_folder))
         return CheckpointManager(root, config.checkpoint, self.world, config_text)
 
-    def _find_progress(self) -> tuple[Progress, int | None]:
+    def _find_progress(self, config: JobConfig) -> tuple[Progress, int | None]:
         """How far the run is, and the step of the checkpoint that says so, if there is one."""
-        num_shards = self.training.rows_per_step(self.world.size)
+        num_shards = self.training.rows_per_step(self.world.size) * config.data.interleave
         step = self.checkpoints.find() if self.checkpoints else None
         if self.checkpoints is None or step is None:
             return Progress(num_shards), None

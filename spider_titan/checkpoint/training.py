@@ -25,7 +25,7 @@ class Progress:
         step: Optimizer steps done.
         bytes_seen: Valid targets of these steps, over all ranks.
         cursors: Where the data goes on; those of this rank's own shards are up to date.
-        num_shards: Rows of a step, which the cursors belong to.
+        num_shards: Shards of the data, which the cursors belong to: rows of a step times ``data.interleave``.
         validated: Whether the validation that is due at ``step`` is done, if one is.
         epochs: How often all sources of a phase have been read; see ``checkpoint.keep_epoch_ends``.
         skipped_steps: Steps of these that had no effect, as a loss or gradient was not finite.
@@ -73,9 +73,9 @@ def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Pro
     state = manager.read_state(step)
     if state["num_shards"] != num_shards:
         raise ValueError(
-            f"the checkpoint of step {step} in {manager.root} was made with {state['num_shards']} rows a step, and "
-            f"this run has {num_shards}; set training.global_batch_size = {state['num_shards']}, so that each document "
-            "is read once"
+            f"the checkpoint of step {step} in {manager.root} was made with {state['num_shards']} shards of "
+            f"the data, and this run has {num_shards}: rows a step times data.interleave; set "
+            "training.global_batch_size and data.interleave as they were, so that each document is read once"
         )
     cursors: Cursors = {}
     for rank in state["ranks"]:

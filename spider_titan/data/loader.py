@@ -35,32 +35,33 @@ warnings.filterwarnings("ignore", message=r"'set_vital' is deprecated")
 
 
 class TrainBatches(IterableDataset[Batch | Exception]):
-    """Endless micro-batches of one rank: in each step a row of every shard it owns.
+    """Endless micro-batches of one rank: in each step the rows at its places.
 
     With W worker processes, worker w makes the batches w, w + W, w + 2W, ...; the loader asks them in turn, so the
-    batches are those of a single process. To know where its rows begin, a worker reads all rows of the shards in its
-    batches, and of no others. So workers divide the reading where a step has a multiple of W batches; where it has one
+    batches are those of a single process. To know where its rows begin, a worker reads all rows at the places of its
+    batches, and at no others. So workers divide the reading where a step has a multiple of W batches; where it has one
     batch, each worker reads all of it, and what they divide is the making of tensors.
 
-    A batch's ``position`` holds the cursors of its shards after it, so what a worker has read ahead does not matter.
+    A batch's ``position`` holds the cursors of the shards it was read from, so what a worker has read ahead does not
+    matter.
 
     The end of a source, and one that fails, is an item in its place: raised in a worker process it would arrive as
     text. After it there are no batches.
 
     Args:
         open_reader: Makes a reader that stands before ``first_step``.
-        shards: Those of this rank, in the order of their rows.
-        batch_size: B; divides the number of shards.
+        places: Those of this rank among the rows of a step, in order.
+        batch_size: B; divides the number of places.
         first_step: Step of the first batches.
     """
 
     def __init__(
-        self, open_reader: Callable[[], RowReader], shards: Sequence[int], batch_size: int, first_step: int = 0
+        self, open_reader: Callable[[], RowReader], places: Sequence[int], batch_size: int, first_step: int = 0
     ) -> None:
-        assert len(shards) % batch_size == 0
+        assert len(places) % batch_size == 0
         self._open_reader = open_reader
         self._first_step = first_step
-        self._batches = [shards[start : start + batch_size] for start in range(0, len(shards), batch_size)]
+        self._batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
 
     def __iter__(self) -> Iterator[Batch | Exception]:
         try:
@@ -77,10 +78,11 @@ class TrainBatches(IterableDataset[Batch | Exception]):
         # The batches of a step that this worker ever makes are those at worker_id, worker_id + stride, ...
         stride = math.gcd(num_workers, len(self._batches))
         for number in itertools.count(worker_id % stride, stride):
-            step, place = divmod(number, len(self._batches))
-            rows = reader.read(self._first_step + step, self._batches[place])
+            steps_done, batch = divmod(number, len(self._batches))
+            step, places = self._first_step + steps_done, self._batches[batch]
+            rows = reader.read(step, places)
             if number % num_workers == worker_id:
-                yield to_batch(rows, reader.cursors(self._batches[place]))
+                yield to_batch(rows, reader.cursors(step, places))
 
 
 class TrainLoader(Iterator[Batch]):
@@ -137,7 +139,7 @@ def build_train_loader(
     *,
     seq_len: int,
     batch_size: int,
-    num_shards: int,
+    num_rows: int,
     seed: int,
     rank: int = 0,
     world_size: int = 1,
@@ -146,7 +148,7 @@ def build_train_loader(
 ) -> TrainLoader:
     """Returns this rank's micro-batches [B, L], which have no end unless a source may not repeat; every row is full.
 
-    Rank r owns the shards v with v % world_size == r. The rows of a step over all ranks do not depend on
+    Rank r has the places p with p % world_size == r. The rows of a step over all ranks do not depend on
     ``world_size``, and a phase begins with exactly the step at which ``curriculum`` says so.
 
     Args:
@@ -155,7 +157,7 @@ def build_train_loader(
         curriculum: Step -> phase. Its phases are those of ``config``.
         seq_len: L.
         batch_size: B.
-        num_shards: Virtual shards: rows of an optimizer step over all ranks, a multiple of B * world_size.
+        num_rows: Rows of an optimizer step over all ranks, a multiple of B * world_size.
         seed: ``training.seed``.
         rank: This rank among the data-parallel ones.
         world_size: How many of them there are.
@@ -169,11 +171,12 @@ def build_train_loader(
         sources,
         curriculum,
         seq_len=seq_len,
-        num_shards=num_shards,
+        num_rows=num_rows,
+        interleave=config.interleave,
         seed=seed,
         cursors=cursors,
     )
-    dataset = TrainBatches(open_reader, range(rank, num_shards, world_size), batch_size, first_step)
+    dataset = TrainBatches(open_reader, range(rank, num_rows, world_size), batch_size, first_step)
     return TrainLoader(dataset, num_workers=config.num_workers, prefetch_batches=config.prefetch_batches, seed=seed)
 
 

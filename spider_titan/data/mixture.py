@@ -1,4 +1,4 @@
-"""Which source a row is made of: a pure function of the curriculum, the seed, the step and the row's shard.
+"""Which source a row is made of: a pure function of the curriculum, the seed, the step and the row's place.
 
 Nothing is counted on the way, so a run can begin at any step, and on any number of ranks.
 """
@@ -66,31 +66,31 @@ class Mixture:
 
 
 class RowPlan:
-    """Says which source the row of a step and shard is made of.
+    """Says which source each row of a step is made of.
 
-    The rows of a phase, step after step, follow its ``Mixture``. Shards take the rows of a step in an order drawn anew
-    each step; with a fixed one a shard could meet the same few sources for ever.
+    The rows of a phase, step after step, follow its ``Mixture``. The rows of a step are placed in an order drawn anew
+    each step; with a fixed one a place, and the shards that it reads, could meet the same few sources for ever.
 
     Args:
         curriculum: Step -> phase.
-        num_shards: Rows of a step over all ranks: each shard has one.
+        num_rows: Rows of a step over all ranks.
         seed: ``training.seed``.
     """
 
-    def __init__(self, curriculum: Curriculum, *, num_shards: int, seed: int) -> None:
-        self.num_shards = num_shards
+    def __init__(self, curriculum: Curriculum, *, num_rows: int, seed: int) -> None:
+        self._num_rows = num_rows
         self._curriculum = curriculum
         self._mixtures = [Mixture(phase.weights) for phase in curriculum.phases]
         self._seed = seed
         self._first_steps: dict[int, int] = {}
         """Phase -> its first step."""
 
-    def sources_at(self, step: int, shards: Sequence[int]) -> list[str]:
-        """The source of each of ``shards`` at ``step``, counted from 0."""
+    def sources_at(self, step: int, places: Sequence[int]) -> list[str]:
+        """The source of the rows at ``places`` of ``step``, counted from 0."""
         phase = self._curriculum.index_at(step)
         if phase not in self._first_steps:
             self._first_steps[phase] = bisect.bisect_left(range(step), phase, key=self._curriculum.index_at)
-        first_row = (step - self._first_steps[phase]) * self.num_shards
-        places = permutation(self.num_shards, f"{self._seed}/step/{step}")
+        first_row = (step - self._first_steps[phase]) * self._num_rows
+        order = permutation(self._num_rows, f"{self._seed}/step/{step}")
         source_of = self._mixtures[phase].source_of
-        return [source_of(first_row + place) for place in places[list(shards)].tolist()]
+        return [source_of(first_row + number) for number in order[list(places)].tolist()]

@@ -84,15 +84,17 @@ class Stream:
 
 
 class RowReader:
-    """Reads the row that a shard has at a step, from the source that the plan says.
+    """Reads the rows of a step: at each place that of a shard, from the source that the plan says.
 
-    A document that is longer than a row goes on in the next row that its shard makes of its source.
+    Shard v has rows at the place v % R, every ``interleave`` steps: so long documents do not make the steps that follow
+    each other alike. A document that is longer than a row goes on in the next row that its shard makes of its source.
 
     Args:
         sources: At least those that the phases give a weight.
         curriculum: Step -> phase.
         seq_len: L.
-        num_shards: Virtual shards, which is the rows of a step over all ranks.
+        num_rows: R, rows of a step over all ranks.
+        interleave: ``data.interleave``.
         seed: ``training.seed``.
         cursors: Where streams go on; those that have none begin.
     """
@@ -103,31 +105,34 @@ class RowReader:
         curriculum: Curriculum,
         *,
         seq_len: int,
-        num_shards: int,
+        num_rows: int,
+        interleave: int,
         seed: int,
         cursors: Cursors | None = None,
     ) -> None:
         self._sources = sources
         self._seq_len = seq_len
-        self._plan = RowPlan(curriculum, num_shards=num_shards, seed=seed)
+        self._plan = RowPlan(curriculum, num_rows=num_rows, seed=seed)
+        self._num_rows, self._interleave = num_rows, interleave
         self._seed = seed
         self._cursors = cursors or {}
         self._streams: dict[int, dict[str, Stream]] = {}
         """Shard -> source -> stream."""
 
-    def read(self, step: int, shards: Sequence[int]) -> Ids:
-        """Returns the rows [len(shards), L + 1] that ``shards`` have at ``step``.
+    def read(self, step: int, places: Sequence[int]) -> Ids:
+        """Returns the rows [len(places), L + 1] that stand at ``places``, below R, of ``step``.
 
-        Every step of a shard must be read, in order; shards do not depend on each other.
+        Every step of a place must be read, in order; places do not depend on each other.
         """
-        sources = self._plan.sources_at(step, shards)
-        rows = np.empty((len(shards), self._seq_len + 1), dtype=np.int16)
-        for row, shard, source in zip(rows, shards, sources, strict=True):
+        sources = self._plan.sources_at(step, places)
+        ids = np.empty((len(places), self._seq_len + 1), dtype=np.int16)
+        for row, shard, source in zip(ids, self._shards(step, places), sources, strict=True):
             row[:] = self._stream(source, shard).next_row()
-        return rows
+        return ids
 
-    def cursors(self, shards: Sequence[int]) -> Cursors:
-        """The cursors of ``shards`` in the sources they have read, and of those they were given."""
+    def cursors(self, step: int, places: Sequence[int]) -> Cursors:
+        """The cursors after ``step`` of the shards whose rows stand at ``places`` in it, in all sources."""
+        shards = self._shards(step, places)
         found: Cursors = {}
         for source, given in self._cursors.items():
             found[source] = {shard: given[shard] for shard in shards if shard in given}
@@ -136,6 +141,11 @@ class RowReader:
                 if cursor := stream.cursor:
                     found.setdefault(source, {})[shard] = cursor
         return {source: found[source] for source in sorted(found) if found[source]}
+
+    def _shards(self, step: int, places: Sequence[int]) -> list[int]:
+        """A place goes through its shards in turn, a step each."""
+        turn = step % self._interleave
+        return [place + self._num_rows * turn for place in places]
 
     def _stream(self, source: str, shard: int) -> Stream:
         streams = self._streams.setdefault(shard, {})
@@ -146,7 +156,8 @@ class RowReader:
         return streams[source]
 
     def _encoded(self, source: TrainingSource, shard: int, start: Position | None) -> Iterator[tuple[Position, Ids]]:
-        documents = source.documents(shard, num_shards=self._plan.num_shards, seed=self._seed, start=start)
+        num_shards = self._num_rows * self._interleave
+        documents = source.documents(shard, num_shards=num_shards, seed=self._seed, start=start)
         for position, document in documents:
             yield position, encode_document(document, source.settings)
 
@@ -159,9 +170,9 @@ def encode_document(document: bytes, settings: Settings) -> Ids:
 
 
 def epochs(sources: Mapping[str, TrainingSource], cursors: Cursors) -> dict[str, int]:
-    """How often the shard that is furthest has read all of its part of a source, for every source that was read."""
+    """How often every shard that has begun has read all of its part of a source, for every source that was read."""
     return {
-        name: max(sources[name].epoch(cursor.position) for cursor in of_shards.values())
+        name: min(sources[name].epoch(cursor.position) for cursor in of_shards.values())
         for name, of_shards in cursors.items()
         if of_shards
     }

@@ -36,7 +36,7 @@ def batches(path, seq_len=2048, **keys):
     config = DataConfig({"mine": source}, [PhaseConfig(weights={"mine": 1})], held_out_fraction=0.0)
     curriculum = Curriculum(config.phases, byte_budget=10**12, bytes_per_step=4 * seq_len)
     return build_train_loader(
-        config, load_sources(config), curriculum, seq_len=seq_len, batch_size=4, num_shards=4, seed=0
+        config, load_sources(config), curriculum, seq_len=seq_len, batch_size=4, num_rows=4, seed=0
     )
 """
 

@@ -260,10 +260,13 @@ def test_another_model_is_refused_with_the_differences(world: World, unbroken: P
     assert "and" in message.splitlines()[-2]
 
 
-def test_another_number_of_rows_is_refused(world: World, unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("training.global_batch_size", "8"), ("data.interleave", "2")])
+def test_another_number_of_shards_is_refused(
+    world: World, unbroken: Path, tmp_path: Path, key: str, value: str
+) -> None:
     shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"was made with 4 rows a step, .* set training\.global_batch_size = 4"):
-        make_trainer(world, tmp_path, "--training.global_batch_size", "8")
+    with pytest.raises(ValueError, match=r"was made with 4 shards of the data, and this run has 8: .* set training"):
+        make_trainer(world, tmp_path, f"--{key}", value)
 
 
 def test_a_stop_is_saved_and_resumed(world: World, unbroken: Path, tmp_path: Path) -> None:

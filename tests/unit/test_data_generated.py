@@ -155,7 +155,7 @@ def test_the_debug_run_reads_all_five_phases_in_their_shares() -> None:
         for number, name in enumerate(data.used_sources)
     }
     batches = build_train_loader(
-        data, marked, curriculum, seq_len=seq_len, batch_size=rows, num_shards=rows, seed=training.seed
+        data, marked, curriculum, seq_len=seq_len, batch_size=rows, num_rows=rows, seed=training.seed
     )
     counts = np.zeros((len(data.phases), len(marked)))
     for step in range(training.steps):

@@ -47,7 +47,7 @@ def train_batches(count: int, *, seed: int = 1, rank: int = 0, world_size: int =
         Curriculum(data.phases, byte_budget=20 * bytes_per_step, bytes_per_step=bytes_per_step),
         seq_len=SEQ_LEN,
         batch_size=BATCH_SIZE,
-        num_shards=NUM_SHARDS,
+        num_rows=NUM_SHARDS,
         seed=seed,
         rank=rank,
         world_size=world_size,
@@ -146,43 +146,43 @@ def test_workers_change_nothing(num_workers: int) -> None:
 
 
 class RecordingReader:
-    """Rows that say their step and shard; keeps which were read."""
+    """Rows that say their step and place; keeps which were read."""
 
     def __init__(self) -> None:
         self.read_rows: list[tuple[int, int]] = []
 
-    def read(self, step: int, shards: Sequence[int]) -> NDArray[np.int64]:
-        self.read_rows += [(step, shard) for shard in shards]
-        return np.array([[step, shard] for shard in shards])
+    def read(self, step: int, places: Sequence[int]) -> NDArray[np.int64]:
+        self.read_rows += [(step, place) for place in places]
+        return np.array([[step, place] for place in places])
 
-    def cursors(self, shards: Sequence[int]) -> Cursors:
+    def cursors(self, step: int, places: Sequence[int]) -> Cursors:
         return {}
 
 
 @pytest.mark.parametrize(
     ("num_workers", "num_batches", "divides_by"), [(1, 3, 1), (2, 1, 1), (2, 4, 2), (4, 2, 2), (4, 6, 2), (3, 4, 1)]
 )
-def test_a_worker_reads_the_shards_of_its_batches_alone(
+def test_a_worker_reads_the_places_of_its_batches_alone(
     num_workers: int, num_batches: int, divides_by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, shards = 12, range(1, 1 + 4 * num_batches, 2)
-    made, shard_counts = [], []
+    steps, places = 12, range(1, 1 + 4 * num_batches, 2)
+    made, place_counts = [], []
     for worker in range(num_workers):
         monkeypatch.setattr(
             loader, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker, num_workers=num_workers)
         )
         reader = RecordingReader()
-        batches = TrainBatches(lambda reader=reader: reader, shards, batch_size=2)
+        batches = TrainBatches(lambda reader=reader: reader, places, batch_size=2)
         made.append(list(itertools.islice(batches, steps * num_batches // num_workers)))
-        read = {shard: [step for step, other in reader.read_rows if other == shard] for shard in shards}
+        read = {place: [step for step, other in reader.read_rows if other == place] for place in places}
         assert all(steps_of == list(range(len(steps_of))) for steps_of in read.values()), "no step may be left out"
-        shard_counts.append(sum(bool(steps_of) for steps_of in read.values()))
-    assert shard_counts == [len(shards) // divides_by] * num_workers
+        place_counts.append(sum(bool(steps_of) for steps_of in read.values()))
+    assert place_counts == [len(places) // divides_by] * num_workers
     in_turn = [batch for turn in zip(*made, strict=True) for batch in turn]
     rows = [
-        [int(step), int(shard)] for batch in in_turn for step, shard in zip(batch.input_ids, batch.targets, strict=True)
+        [int(step), int(place)] for batch in in_turn for step, place in zip(batch.input_ids, batch.targets, strict=True)
     ]
-    assert rows == [[step, shard] for step in range(steps) for shard in shards]
+    assert rows == [[step, place] for step in range(steps) for place in places]
 
 
 def test_the_loader_leaves_training_rng_alone() -> None:

@@ -67,9 +67,9 @@ def test_weights_count_by_their_ratio_alone() -> None:
     assert sequence({"d": 0, "b": 2e-9, "a": 7e-9, "c": 1e-9}, range(200)) == expected
 
 
-def plan(phases: list[PhaseConfig], *, steps: int, num_shards: int, seed: int = 1) -> RowPlan:
-    curriculum = Curriculum(phases, byte_budget=steps * num_shards, bytes_per_step=num_shards)
-    return RowPlan(curriculum, num_shards=num_shards, seed=seed)
+def plan(phases: list[PhaseConfig], *, steps: int, num_rows: int, seed: int = 1) -> RowPlan:
+    curriculum = Curriculum(phases, byte_budget=steps * num_rows, bytes_per_step=num_rows)
+    return RowPlan(curriculum, num_rows=num_rows, seed=seed)
 
 
 PHASES = [
@@ -79,48 +79,48 @@ PHASES = [
 ]
 
 
-@pytest.mark.parametrize("num_shards", [1, 4, 7])
-def test_a_phase_begins_with_its_step_and_has_its_shares(num_shards: int) -> None:
-    rows = plan(PHASES, steps=100, num_shards=num_shards)
+@pytest.mark.parametrize("num_rows", [1, 4, 7])
+def test_a_phase_begins_with_its_step_and_has_its_shares(num_rows: int) -> None:
+    rows = plan(PHASES, steps=100, num_rows=num_rows)
     shares = [{"a": 1, "b": 0, "c": 0}, {"a": 0.7, "b": 0.3, "c": 0}, {"a": 2 / 7, "b": 0, "c": 5 / 7}]
     for steps, expected in zip([range(30), range(30, 60), range(60, 100)], shares, strict=True):
         counts = Counter()
         for step in steps:
-            counts.update(rows.sources_at(step, range(num_shards)))
-            done = (step - steps.start + 1) * num_shards
+            counts.update(rows.sources_at(step, range(num_rows)))
+            done = (step - steps.start + 1) * num_rows
             for source, share in expected.items():
                 assert abs(counts[source] - share * done) <= (0 if share in (0, 1) else 1), (step, source)
 
 
 def test_rows_are_counted_from_the_first_step_of_their_phase() -> None:
     phases = [PhaseConfig(until=0.325, weights={"a": 1}), PhaseConfig(weights={"a": 5, "b": 3, "c": 2})]
-    rows, mixture = plan(phases, steps=100, num_shards=7), Mixture(phases[1].weights)
+    rows, mixture = plan(phases, steps=100, num_rows=7), Mixture(phases[1].weights)
     for step in range(33, 100):
         expected = Counter(mixture.source_of(row) for row in range((step - 33) * 7, (step - 32) * 7))
         assert Counter(rows.sources_at(step, range(7))) == expected
 
 
-def test_a_step_is_planned_without_those_before_it_and_without_other_shards() -> None:
-    rows = plan(PHASES, steps=100, num_shards=6)
+def test_a_step_is_planned_without_those_before_it_and_without_other_places() -> None:
+    rows = plan(PHASES, steps=100, num_rows=6)
     expected = [rows.sources_at(step, range(6)) for step in range(100)]
     for step in random.Random(0).sample(range(100), 40):
-        fresh = plan(PHASES, steps=100, num_shards=6)
+        fresh = plan(PHASES, steps=100, num_rows=6)
         assert fresh.sources_at(step, [4, 1]) == [expected[step][4], expected[step][1]]
 
 
 def test_the_last_phase_goes_on_after_its_end() -> None:
-    rows = plan(PHASES, steps=100, num_shards=4)
+    rows = plan(PHASES, steps=100, num_rows=4)
     counts = Counter(source for step in range(60, 200) for source in rows.sources_at(step, range(4)))
     assert counts == {"a": 160, "c": 400}
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 10])
-def test_every_shard_meets_every_source(num_shards: int) -> None:
-    # With a fixed order in a step, shards and these weights would beat.
-    rows = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=400, num_shards=num_shards)
-    steps = [rows.sources_at(step, range(num_shards)) for step in range(400)]
-    for shard in range(num_shards):
-        counts = Counter(step[shard] for step in steps)
+@pytest.mark.parametrize("num_rows", [2, 3, 10])
+def test_every_place_meets_every_source(num_rows: int) -> None:
+    # With a fixed order in a step, places and these weights would beat.
+    rows = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=400, num_rows=num_rows)
+    steps = [rows.sources_at(step, range(num_rows)) for step in range(400)]
+    for place in range(num_rows):
+        counts = Counter(step[place] for step in steps)
         assert counts == {
             "a": pytest.approx(200, abs=40),
             "b": pytest.approx(120, abs=40),
@@ -130,8 +130,8 @@ def test_every_shard_meets_every_source(num_shards: int) -> None:
 
 def test_the_plan_is_pinned() -> None:
     # A change here changes the data of every run that is resumed.
-    rows = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=10, num_shards=10)
+    rows = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=10, num_rows=10)
     planned = ["".join(rows.sources_at(step, range(10))) for step in (0, 1, 7)]
     assert planned == ["bbbaaaacac", "abbccaaaab", "accabaabba"]
-    other = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=10, num_shards=10, seed=2)
+    other = plan([PhaseConfig(weights={"a": 5, "b": 3, "c": 2})], steps=10, num_rows=10, seed=2)
     assert other.sources_at(0, range(10)) != rows.sources_at(0, range(10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from spider_titan.curriculum import Curriculum, PhaseConfig
 from spider_titan.data.config import DataConfig, SourceConfig
 from spider_titan.data.documents import ListSource, Settings, SplitSource, TrainingSource
-from spider_titan.data.loader import build_train_loader
+from spider_titan.data.loader import build_train_loader, merge_cursors
 from spider_titan.data.problems import EndOfData, SourceError
 from spider_titan.data.rows import Cursor, Cursors, epochs
 from spider_titan.data.sources import load_sources
@@ -120,6 +121,34 @@ def test_the_legs_may_have_any_number_of_ranks(case, kind: str, world_sizes: tup
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("num_workers", "world_sizes"), [(0, (1, 2, 3)), (1, (2, 2, 2))])
+@pytest.mark.parametrize("kind", ["jsonl", "in place"])
+def test_documents_that_take_turns_are_resumed_too(
+    case,  # noqa: ANN001
+    kind: str,
+    num_workers: int,
+    world_sizes: tuple[int, ...],
+) -> None:
+    made = case(2, kind)
+    config = dataclasses.replace(made.config(num_workers), interleave=3)
+    unbroken, _ = read_leg(config, made.sources, range(ENDS[-1]), {}, 1)
+    rows: Rows = {place: [] for place in range(NUM_SHARDS)}
+    cursors: Cursors = {}
+    for start, end, world_size in zip((0, *ENDS), ENDS, world_sizes, strict=False):
+        part, newer = read_leg(config, made.sources, range(start, end), cursors, world_size)
+        merge_cursors(cursors, newer)
+        for place in rows:
+            rows[place] += part[place]
+    assert rows == unbroken
+    assert unbroken != made.unbroken
+    if kind == "jsonl":
+        per_shard = NUM_DOCUMENTS // (NUM_SHARDS * 3)
+        shards = [rows[place][turn::3] for place in rows for turn in range(3)]
+        first_epoch = [document for shard in shards for document in documents_of(shard)[:per_shard]]
+        assert sorted(first_epoch) == sorted(text.encode() for text in made.documents)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["jsonl", "in place"])
 def test_a_source_that_may_not_repeat_ends(case, kind: str, num_workers: int) -> None:  # noqa: ANN001
@@ -133,7 +162,7 @@ def test_a_source_that_may_not_repeat_ends(case, kind: str, num_workers: int) ->
             Curriculum(config.phases, byte_budget=10**6, bytes_per_step=NUM_SHARDS * SEQ_LEN),
             seq_len=SEQ_LEN,
             batch_size=1,
-            num_shards=NUM_SHARDS,
+            num_rows=NUM_SHARDS,
             seed=5,
             rank=rank,
             world_size=2,
@@ -195,7 +224,7 @@ def test_a_source_that_fails_is_named_in_one_line(tmp_path: Path, num_workers: i
 def test_too_few_documents_for_the_shards_are_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
     config = make_config(str(tmp_path / "a.parquet"), in_place=True)
-    with pytest.raises(SourceError, match=r"data\.sources\.mine has too few documents for 6 rows a step"):
+    with pytest.raises(SourceError, match=r"data\.sources\.mine has too few documents for 6 shards"):
         read_leg(config, load_sources(config), range(2), {}, 1)
 
 

@@ -16,7 +16,7 @@ from spider_titan.vocabulary import BOS_ID, EOS_ID
 SEQ_LEN, NUM_SHARDS = 16, 6
 
 Rows = dict[int, list[list[int]]]
-"""Shard -> its rows of L + 1 ids."""
+"""Place -> its rows of L + 1 ids."""
 
 
 def read_leg(
@@ -27,7 +27,7 @@ def read_leg(
     world_size: int,
     seq_len: int = SEQ_LEN,
 ) -> tuple[Rows, Cursors]:
-    """The rows of every shard in these steps, read by ``world_size`` ranks, and the cursors of all ranks after them."""
+    """The rows at every place in these steps, read by ``world_size`` ranks, and the cursors of all ranks after them."""
     rows: Rows = {}
     merged: Cursors = {}
     for rank in range(world_size):
@@ -37,7 +37,7 @@ def read_leg(
             Curriculum(config.phases, byte_budget=10**6, bytes_per_step=NUM_SHARDS * seq_len),
             seq_len=seq_len,
             batch_size=1,
-            num_shards=NUM_SHARDS,
+            num_rows=NUM_SHARDS,
             seed=5,
             rank=rank,
             world_size=world_size,
@@ -45,9 +45,9 @@ def read_leg(
             cursors=cursors,
         )
         for _ in steps:
-            for shard in range(rank, NUM_SHARDS, world_size):
+            for place in range(rank, NUM_SHARDS, world_size):
                 batch = next(loader)
-                rows.setdefault(shard, []).append([*batch.input_ids[0].tolist(), int(batch.targets[0, -1])])
+                rows.setdefault(place, []).append([*batch.input_ids[0].tolist(), int(batch.targets[0, -1])])
                 merge_cursors(merged, batch.position)
     # As a checkpoint keeps them.
     kept = json.loads(json.dumps(merged))
