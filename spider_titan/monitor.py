@@ -33,8 +33,8 @@ class MonitorConfig:
     """Logged steps over which the load of the experts is added up before it is judged."""
     min_boundary_rate: float = 0.05
     """Warn when fewer bytes, as a share, close a segment."""
-    max_boundary_rate: float = 0.8
-    """Warn when more bytes, as a share, close a segment."""
+    max_boundary_rate: float = 0.44
+    """Warn when more bytes, as a share, close a segment. Rows of adaptive phases have room for 0.45, unless set."""
     spike_deviations: float = 6.0
     """Warn when a step's loss is this many standard deviations above the mean of the steps before it."""
     spike_window: int = 100

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from spider_titan import train
 from spider_titan.checkpoint import tensors
@@ -51,6 +52,7 @@ boundary = "fixed"
 until = 1.0
 weights = { english = 1.0 }
 """
+ONE_PHASE = RUN.partition("[[data.phases]]")[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +61,9 @@ def world() -> Iterator[World]:
         yield world
 
 
-def make_trainer(world: World, folder: Path, *options: str) -> Trainer:
+def make_trainer(world: World, folder: Path, *options: str, run: str = RUN) -> Trainer:
     file = folder / f"run{world.rank}.toml"
-    file.write_text(f"{spider_toml()}router_bias_rate = 0.01\n{RUN}")
+    file.write_text(f"{spider_toml()}router_bias_rate = 0.01\n{run}")
     config = load_config(["--job.config_file", str(file), "--job.dump_folder", str(folder / "run"), *options])
     return Trainer(config, to_toml(config), world)
 
@@ -170,6 +172,75 @@ def end_of_a_run(rank: int, folder: Path) -> None:
     train.Trainer = Poisoned  # type: ignore[misc]
     options = ("--job.dump_folder", str(folder / "ended"), "--checkpoint.enable", "--checkpoint.interval", "3")
     assert train.main(["--job.config_file", str(folder / f"run{rank}.toml"), *options]) == 1
+
+
+def have_boundaries(model: nn.Module) -> None:
+    """At about half of the bytes."""
+    predictor = model.boundary_predictor
+    predictor.bias.copy_(-full(predictor.output.bias)[0])
+
+
+def drift(model: nn.Module) -> None:
+    have_boundaries(model)
+    overwrite(model.core.adapter.up_proj.weight, lambda weight: weight.fill_(1.0))
+    overwrite(model.core.adapter.scale.weight, lambda scale: scale[-1].fill_(1000.0))
+
+
+def collapse(model: nn.Module) -> None:
+    have_boundaries(model)
+    # All positions look alike to the router, and it likes the second expert.
+    overwrite(model.core.loop_embedding.weight, lambda embedding: embedding.fill_(1000.0))
+    overwrite(model.core.layers[0].moe.router.weight, lambda weight: weight[1].fill_(10.0))
+
+
+def no_boundary(model: nn.Module) -> None:
+    model.boundary_predictor.bias.fill_(-100.0)
+
+
+def a_boundary_a_byte(model: nn.Module) -> None:
+    model.boundary_predictor.bias.fill_(100.0)
+
+
+FAULTS = {
+    drift: ["drift"],
+    # The layer that has collapsed to one expert starves others.
+    collapse: ["collapse", "dead experts"],
+    no_boundary: ["boundary rate"],
+    a_boundary_a_byte: ["boundary rate"],
+}
+
+
+def overwrite(parameter: Any, change: Callable[[Tensor], object]) -> None:
+    """Changes a sharded parameter by what ``change`` does to the whole."""
+    whole = parameter.full_tensor()
+    change(whole)
+    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def faulty(rank: int, folder: str) -> None:
+    with join_world(ParallelismConfig(), CommConfig(init_timeout_seconds=60)) as world:
+        setup_console(rank=rank)
+        for fault in FAULTS:
+            options = ("--job.dump_folder", str(Path(folder) / fault.__name__), "--training.steps", "1")
+            # Segments are few where nothing but an end of a document closes one.
+            bounds = () if fault is no_boundary else ("--monitor.expert_window", "1")
+            if fault is not a_boundary_a_byte:
+                bounds += ("--monitor.max_boundary_rate", "0.6")
+            trainer = make_trainer(world, Path(folder), *options, *bounds, run=ONE_PHASE)
+            with torch.no_grad():
+                fault(trainer.model)
+            said: list[str] = []
+            trainer.monitor._warn = said.append
+            trainer.train()
+            torch.save(said, Path(folder) / f"{fault.__name__}.{rank}.pt")
+
+
+def test_faults_are_named_on_two_ranks(tmp_path: Path) -> None:
+    spawn(2, faulty, str(tmp_path))
+    for fault, kinds in FAULTS.items():
+        first, second = (torch.load(tmp_path / f"{fault.__name__}.{rank}.pt") for rank in range(2))
+        assert first == second
+        assert [line.split(": ")[:3] for line in first] == [["monitor", "step 1", kind] for kind in kinds]
 
 
 def test_two_ranks_skip_what_one_cannot_use(tmp_path: Path) -> None:

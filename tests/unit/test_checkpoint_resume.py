@@ -260,6 +260,63 @@ def test_another_model_is_refused_with_the_differences(world: World, unbroken: P
     assert "and" in message.splitlines()[-2]
 
 
+def predictor_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Whole weights of the groups that start after the warm-up."""
+    named = tensors.model_tensors(trainer.model)
+    groups = [group for group in trainer.optimizer.groups if group.starts_after_warmup]
+    return {name: named[tensors.MODEL + name].full_tensor().clone() for group in groups for name in group.parameters}
+
+
+def test_the_predictor_waits_for_the_end_of_the_warm_up_and_then_moves_slowly(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped within the warm-up of 6 steps and after it: no bit changes, then a tenth of the learning rate."""
+    weights: dict[int, dict[str, Tensor]] = {}
+    real = Trainer._count
+
+    def count(trainer: Trainer, *args: Any) -> None:
+        real(trainer, *args)
+        weights[trainer.progress.step] = predictor_of(trainer)
+
+    monkeypatch.setattr(Trainer, "_count", count)
+    slow = ("--model.boundary_lr_factor", "0.1", "--optimizer.weight_decay", "0")
+    (tmp_path / "fresh").mkdir()
+    fresh = make_trainer(world, tmp_path / "fresh", *slow)
+    initial = predictor_of(fresh)
+    abandon(fresh)
+    for crash_at in (5, 9, None):
+        last = leg(world, tmp_path, *slow, crash_at=crash_at)
+    assert sorted(weights) == list(range(1, 13)) and len(initial) == 5
+    for name, value in initial.items():
+        assert all(torch.equal(weights[step][name], value) for step in range(1, 7)), name
+        # The first update of AdamW is the learning rate, whatever the gradient; a later one is not much more.
+        moves = [(weights[step + 1][name] - weights[step][name]).abs().max() for step in range(6, 12)]
+        rates = [0.1 * last.optimizer.lr(step) for step in range(6, 12)]
+        assert float(moves[0]) == pytest.approx(rates[0], rel=1e-3), name
+        assert all(0 < move < 1.5 * rate for move, rate in zip(moves, rates, strict=True)), name
+
+
+WIDE = RUN.replace("hidden_size = 32\n", "hidden_size = 256\n").replace(
+    "\nintermediate_size = 32\n", "\nintermediate_size = 256\n"
+)
+"""Matrices whose averages are kept in 8 bits."""
+
+
+def test_averages_in_8_bits_are_resumed_to_the_bit(world: World, tmp_path: Path) -> None:
+    options = ("--optimizer.name", "adamw8bit", "--training.steps", "8", "--validation.no-enable")
+    # Compiling the update takes longer than all else.
+    with torch.compiler.set_stance("force_eager"):
+        (tmp_path / "whole").mkdir()
+        whole = leg(world, tmp_path / "whole", *options, run=WIDE)
+        leg(world, tmp_path, *options, crash_at=6, run=WIDE)
+        resumed = leg(world, tmp_path, *options, run=WIDE)
+    state, expected = state_of(resumed), state_of(whole)
+    assert any(name.endswith(".exp_avg_codes") and value.dtype == torch.uint8 for name, value in expected.items())
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert logged(tmp_path) == logged(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(("key", "value"), [("training.global_batch_size", "8"), ("data.interleave", "2")])
 def test_another_number_of_shards_is_refused(
     world: World, unbroken: Path, tmp_path: Path, key: str, value: str

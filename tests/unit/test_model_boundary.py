@@ -182,19 +182,20 @@ def test_one_step_after_the_quantile() -> None:
     torch.testing.assert_close(predictor.bias, torch.tensor(-0.3 * 0.9 + 0.1))
 
 
+@pytest.mark.parametrize(("spread", "unit"), [(0.0, 1.0), (0.7, 1.0), (6.0, 6.0)])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.6, 1.0])
-def test_drift_is_countered_by_gain_times_the_average_deviation(rate: float) -> None:
+def test_drift_is_countered_by_gain_times_the_average_deviation(rate: float, spread: float, unit: float) -> None:
     predictor = new_predictor(boundary_bias_decay=0.8, boundary_bias_gain=0.5)
     average, bias = RATE, 0.0
     for _ in range(3):
-        predictor.counter_drift(torch.tensor(rate))
+        predictor.counter_drift(torch.tensor(rate), torch.tensor(spread))
         average = 0.8 * average + 0.2 * rate
-        bias += 0.5 * (RATE - average)
+        bias += unit * 0.5 * (RATE - average)
     assert float(predictor.bias) == pytest.approx(bias, rel=1e-5)
     assert (float(predictor.bias) > 0) is (rate < RATE)
 
 
 def test_no_gain_no_move() -> None:
     predictor = new_predictor(boundary_bias_gain=0.0)
-    predictor.counter_drift(torch.tensor(0.9))
+    predictor.counter_drift(torch.tensor(0.9), torch.tensor(1.0))
     assert float(predictor.bias) == 0.0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spider_titan.models.spider.losses import entropy_share
 from spider_titan.spec import Batch, LossTerms, StepContext, get_model_spec
 from spider_titan.validate import add_sums
+from spider_titan.vocabulary import PAD_ID
 
 from .reference.tiny import lively_spider, next_ids, packed_rows
 
@@ -112,6 +113,14 @@ def test_halting_shares_sum_to_one_and_give_the_expected_loops() -> None:
     shares = [metrics[f"halting_share/{t}"] for t in range(1, LOOPS + 1)]
     assert sum(shares) == pytest.approx(1.0)
     assert sum(t * share for t, share in enumerate(shares, 1)) == pytest.approx(metrics["expected_loops"], rel=1e-5)
+
+
+def test_the_spread_of_boundary_logits_is_that_of_real_bytes() -> None:
+    model, ids = lively_spider(), packed_rows()
+    ids[-1, -5:] = PAD_ID
+    logits = model(ids, max_boundary_rate=0.7).raw_boundary_logits[ids != PAD_ID].double()
+    spread = SPIDER.metrics(loss_of(model, ids).sums)["boundary_logit_spread"]
+    assert spread == pytest.approx(float(logits.std(correction=0)), rel=1e-6)
 
 
 def test_sums_of_micro_batches_give_the_same_metrics() -> None:

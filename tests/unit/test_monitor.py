@@ -27,7 +27,8 @@ SPIDER = get_model_spec("spider")
 def monitor_of(state: dict[str, Any] | None = None, **config: Any) -> tuple[RecurrentMonitor, list[str]]:
     warnings: list[str] = []
     state = {} if state is None else state
-    return RecurrentMonitor(MonitorConfig(**{"expert_window": 1, **config}), state, warnings.append), warnings
+    defaults = {"expert_window": 1, "max_boundary_rate": 0.8}
+    return RecurrentMonitor(MonitorConfig(**{**defaults, **config}), state, warnings.append), warnings
 
 
 def warnings_of(fault: Callable[[Spider], object], **config: Any) -> list[str]:

@@ -80,14 +80,19 @@ class BoundaryPredictor(nn.Module):
         self.bias.lerp_(-quantile.to(self.bias), 1.0 - self.decay)
 
     @torch.no_grad()
-    def counter_drift(self, rate: Tensor) -> None:
+    def counter_drift(self, rate: Tensor, spread: Tensor) -> None:
         """Adaptive phases: the bias moves against the deviation of the average global rate from the target.
 
+        The move is in units of the logits' spread: what changes the rate does not depend on their scale then, which the
+        gradient of ``confidence`` makes grow.
+
         Args:
-            rate: fp32 scalar, share of the step's bytes that were selected.
+            rate: Scalar, share of the step's bytes that were selected.
+            spread: Scalar, standard deviation of the step's logits; at least 1 is taken.
         """
         self.rate_average.lerp_(rate.to(self.rate_average), 1.0 - self.decay)
-        self.bias.add_(self.gain * (self.target_rate - self.rate_average))
+        unit = spread.to(self.bias).clamp_min(1.0)
+        self.bias.add_(unit * self.gain * (self.target_rate - self.rate_average))
 
 
 def select_boundaries(

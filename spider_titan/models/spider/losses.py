@@ -142,12 +142,15 @@ def statistics(out: SpiderOutput, batch: Batch, config: SpiderConfig) -> dict[st
     """Sums that metrics and the rules of ``after_step`` need."""
     selection = out.selection
     quantile, weight = rate_quantile(out.raw_boundary_logits, selection, config.boundary_rate)
+    logits = out.raw_boundary_logits.detach().double() * selection.real
     layers = config.num_recurrent_layers
     return {
         "num_bytes": selection.real.sum(),
         "num_selected": selection.selected.sum(),
         "num_boundaries": selection.boundaries.sum(),
         "num_segments": out.filled.sum(),
+        "boundary_logits": logits.sum(),
+        "boundary_logit_squares": logits.square().sum(),
         "loops": (out.ponder * out.filled).sum(),
         "quantile": (quantile * weight).sum(),
         "quantile_weight": weight.sum(),
@@ -177,9 +180,17 @@ def spider_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
             metrics[label] = ratio(name, "num_targets")
     metrics["boundary_rate"] = ratio("num_boundaries", "num_bytes")
     metrics["boundary_dropped_share"] = 1.0 - float(totals["num_boundaries"]) / max(float(totals["num_selected"]), 1.0)
+    metrics["boundary_logit_spread"] = float(logit_spread(totals))
     metrics["bytes_per_segment"] = float(totals["num_bytes"]) / max(float(totals["num_segments"]), 1.0)
     metrics["expected_loops"] = ratio("loops", "num_segments")
     return {**metrics, **loop_metrics(totals), **expert_metrics(totals["expert_load"])}
+
+
+def logit_spread(totals: Mapping[str, Tensor]) -> Tensor:
+    """Standard deviation of the boundary logits over the step's bytes, float64 scalar."""
+    num_bytes = totals["num_bytes"].clamp_min(1)
+    mean = totals["boundary_logits"] / num_bytes
+    return (totals["boundary_logit_squares"] / num_bytes - mean.square()).clamp_min(0.0).sqrt()
 
 
 def loop_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
@@ -228,7 +239,8 @@ def spider_after_step(model: Spider, totals: Mapping[str, Tensor], context: Step
     """Moves the boundary bias, and the routers' balance biases if they are on, by the step's global statistics."""
     predictor = model.boundary_predictor
     if context.boundary_phase == "adaptive":
-        predictor.counter_drift(totals["num_selected"] / totals["num_bytes"].clamp_min(1))
+        rate = totals["num_selected"] / totals["num_bytes"].clamp_min(1)
+        predictor.counter_drift(rate, logit_spread(totals))
     else:
         # Without a usable row the bias stays; chosen without a branch, which would wait for the device.
         weight = totals["quantile_weight"]
