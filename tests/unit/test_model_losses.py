@@ -337,7 +337,11 @@ def test_after_step_follows_the_quantile_in_fixed_and_the_rate_in_adaptive_phase
     model, batch, terms = spider_terms("adaptive")
     SPIDER.after_step(model, terms.sums, StepContext(num_targets=batch.num_targets, **CONTEXTS["adaptive"]))
     rate = float(terms.sums["num_selected"] / terms.sums["num_bytes"])
-    assert float(model.boundary_predictor.bias) == pytest.approx(0.1 * (RATE - rate), rel=1e-4)
+    real = batch.input_ids != PAD_ID
+    logits = model(batch.input_ids).raw_boundary_logits[real]
+    spread = float(logits.detach().std(correction=0))
+    assert spread > 1.0
+    assert float(model.boundary_predictor.bias) == pytest.approx(spread * 0.1 * (RATE - rate), rel=1e-4)
 
 
 def test_after_step_without_a_usable_row_leaves_the_bias() -> None:

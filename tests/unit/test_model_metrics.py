@@ -118,7 +118,7 @@ def test_halting_shares_sum_to_one_and_give_the_expected_loops() -> None:
 def test_the_spread_of_boundary_logits_is_that_of_real_bytes() -> None:
     model, ids = lively_spider(), packed_rows()
     ids[-1, -5:] = PAD_ID
-    logits = model(ids, max_boundary_rate=0.7).raw_boundary_logits[ids != PAD_ID].double()
+    logits = model(ids, max_boundary_rate=0.7).raw_boundary_logits.detach()[ids != PAD_ID].double()
     spread = SPIDER.metrics(loss_of(model, ids).sums)["boundary_logit_spread"]
     assert spread == pytest.approx(float(logits.std(correction=0)), rel=1e-6)
 
