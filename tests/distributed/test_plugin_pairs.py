@@ -34,11 +34,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": PrecisionConfig(mode="bf16")},
     "rowwise": {"precision": PrecisionConfig(mode="fp8_dynamic", emulate=True)},
     "tensorwise": {"precision": PrecisionConfig(mode="fp8_dynamic", fp8_recipe="tensorwise", emulate=True)},
+    "mxfp8": {"precision": PrecisionConfig(mode="mxfp8", emulate=True)},
     "float8 gather": {
         "precision": PrecisionConfig(mode="fp8_dynamic", fp8_recipe="tensorwise", fp8_all_gather=True, emulate=True)
     },
 }
-PRECISIONS = ("bf16", "rowwise", "tensorwise", "float8 gather")
+PRECISIONS = ("bf16", "rowwise", "tensorwise", "mxfp8", "float8 gather")
 
 
 def compatible(first: str, second: str) -> bool:
