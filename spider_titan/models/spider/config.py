@@ -174,8 +174,7 @@ class SpiderConfig:
 
 
 FLAVORS = {
-    # With the weight 0.1 the rate of so short a run creeps up to where boundaries are dropped; see docs/results.md.
-    "debug": SpiderConfig(boundary_binomial_weight=1.0),
+    "debug": SpiderConfig(),
     "100m": SpiderConfig(
         hidden_size=768,
         num_heads=12,
