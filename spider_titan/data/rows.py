@@ -170,9 +170,8 @@ def encode_document(document: bytes, settings: Settings) -> Ids:
 
 
 def epochs(sources: Mapping[str, TrainingSource], cursors: Cursors) -> dict[str, int]:
-    """How often every shard that has begun has read all of its part of a source, for every source that was read."""
+    """How often each shard that has begun a source has read all its part of it; 0 for a source that none has begun."""
     return {
-        name: min(sources[name].epoch(cursor.position) for cursor in of_shards.values())
-        for name, of_shards in cursors.items()
-        if of_shards
+        name: min((source.epoch(cursor.position) for cursor in cursors.get(name, {}).values()), default=0)
+        for name, source in sources.items()
     }

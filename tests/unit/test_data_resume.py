@@ -203,6 +203,7 @@ def test_epochs_are_counted(case, kind: str) -> None:  # noqa: ANN001
     made = case(5, kind)
     seen = []
     cursors: Cursors = {}
+    assert epochs(made.sources, cursors) == {"mine": 0}
     for start, end in ((0, 2), (2, 30), (30, 60)):
         _, cursors = read_leg(made.config(0), made.sources, range(start, end), cursors, 1)
         seen.append(epochs(made.sources, cursors)["mine"])
