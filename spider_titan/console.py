@@ -90,3 +90,8 @@ def add_log_file(path: Path, *, max_bytes: int = LOG_FILE_BYTES, max_old_files: 
         log_file = _LogFile(path, maxBytes=max_bytes, backupCount=max_old_files, encoding="utf-8")
     log_file.setFormatter(_LineFormatter(rank=0))
     logging.getLogger(LOGGER_NAME).addHandler(log_file)
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from spider_titan import plugins, startup
 from spider_titan.activation_memory import estimate_activations
+from spider_titan.console import count
 from spider_titan.distributed import World, num_shards
 from spider_titan.optim import GroupedAdamW, check_groups
 from spider_titan.optim.shards import local
@@ -249,8 +250,3 @@ def log_memory(memory: Memory) -> None:
 def gibibytes(size: float) -> str:
     """``0.123 GiB``."""
     return f"{size / 2**30:.3f} GiB"
-
-
-def count(number: int, noun: str, plural: str = "s") -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else plural}"

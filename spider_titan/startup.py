@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from spider_titan.console import count
 from spider_titan.curriculum import Curriculum
 from spider_titan.data.documents import TrainingSource
 from spider_titan.distributed import World
@@ -43,14 +44,13 @@ def log_run(
     for source in sources.values():
         logger.info("data: %s", source.describe())
     logger.info(
-        "run: %s steps of %s rows x %s bytes = %s bytes a step, %s bytes in all, %d phase%s",
+        "run: %s steps of %s rows x %s bytes = %s bytes a step, %s bytes in all, %s",
         f"{total_steps:,}",
         config.training.rows_per_step(world.size),
         config.training.seq_len,
         f"{curriculum.bytes_per_step:,}",
         f"{total_steps * curriculum.bytes_per_step:,}",
-        len(curriculum.phases),
-        "" if len(curriculum.phases) == 1 else "s",
+        count(len(curriculum.phases), "phase"),
     )
     if world.is_reporter and config.lr_scheduler.warmup_steps >= total_steps:
         logger.warning(
@@ -64,8 +64,8 @@ def log_run(
 def log_model(config: JobConfig, model: nn.Module, optimizer: GroupedAdamW, bytes_per_step: int) -> None:
     """Logs parameters by part and by group, what updates them, and the cost of a byte."""
     spec = config.model_spec
-    for part, count in spec.parameter_counts(model).items():
-        logger.info("parameters: %-18s %15s", part, f"{count:,}")
+    for part, number in spec.parameter_counts(model).items():
+        logger.info("parameters: %-18s %15s", part, f"{number:,}")
     for group in optimizer.groups:
         logger.info(
             "group: %-27s %4d tensors %15s parameters  lr x%g%s%s%s%s",

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from spider_titan.console import count
 from spider_titan.distributed import num_shards
 from spider_titan.plugins.context import PluginContext
 from spider_titan.spec import ModelSpec
@@ -81,14 +82,13 @@ def apply(model: nn.Module, spec: ModelSpec, context: PluginContext) -> nn.Modul
         module.set_force_sum_reduction_for_comms(True)
     fp32_units = sum(block.compute_dtype == "float32" for block in spec.blocks(model))
     logger.info(
-        "fsdp: %d units over %s rank%s%s, compute %s (%d unit%s always fp32), masters and reductions fp32",
-        len(units),
+        "fsdp: %s over %s rank%s%s, compute %s (%s always fp32), masters and reductions fp32",
+        count(len(units), "unit"),
         " x ".join(str(context.mesh.size(dim)) for dim in range(context.mesh.ndim)),
         "" if context.mesh.size() == 1 else "s",
         ", offloaded to the CPU" if context.parallelism.enable_cpu_offload else "",
         context.precision.mode,
-        fp32_units,
-        "" if fp32_units == 1 else "s",
+        count(fp32_units, "unit"),
     )
     return model
 
