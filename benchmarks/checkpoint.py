@@ -69,7 +69,7 @@ def measure(world: World, folder: Path, hidden: int, rounds: int) -> None:
     for number in range(1, rounds + 1):
         for mode, manager in managers.items():
             begin = time.perf_counter()
-            manager.save(snapshot(Progress(1, step=number), model, optimizer, world))
+            manager.save(snapshot(Progress(1, {}, step=number), model, optimizer, world))
             waits[mode].append(time.perf_counter() - begin)
             manager.wait()
             steps.append(step())

@@ -227,10 +227,13 @@ class RateMeter:
 
     Args:
         clock: Returns seconds.
+        wait_for_device: Returns when the device has done what the counted steps gave it to do.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, wait_for_device: Callable[[], None] = lambda: None
+    ) -> None:
+        self._clock, self._wait_for_device = clock, wait_for_device
         self._start: float | None = None
         self._paused = 0.0
         self._bytes = 0
@@ -249,6 +252,8 @@ class RateMeter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves the time of the block out, such as a validation or a save. Not to be nested."""
+        # What is still queued belongs to the steps before the pause.
+        self._wait_for_device()
         begin = self._clock()
         try:
             yield

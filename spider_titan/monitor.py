@@ -35,6 +35,8 @@ class MonitorConfig:
     """Warn when fewer bytes, as a share, close a segment."""
     max_boundary_rate: float = 0.44
     """Warn when more bytes, as a share, close a segment. Rows of adaptive phases have room for 0.45, unless set."""
+    max_boundary_dropped: float = 0.05
+    """Warn when more boundaries, as a share, found no slot in their row."""
     spike_deviations: float = 6.0
     """Warn when a step's loss is this many standard deviations above the mean of the steps before it."""
     spike_window: int = 100
@@ -47,7 +49,8 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         if self.drift_ratio <= 1:
             raise ValueError(f"drift_ratio = {self.drift_ratio} must be above 1")
-        for name in ("min_routing_entropy", "min_expert_load", "min_boundary_rate", "max_boundary_rate"):
+        shares = ("min_routing_entropy", "min_expert_load", "min_boundary_rate", "max_boundary_rate")
+        for name in (*shares, "max_boundary_dropped"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} = {getattr(self, name)} is not in [0, 1]")
         if self.min_boundary_rate > self.max_boundary_rate:
@@ -107,6 +110,8 @@ class RecurrentMonitor:
             self._check_experts(step, totals["expert_load"])
         if "boundary_rate" in values:
             self._check_boundaries(step, values["boundary_rate"])
+        if "boundary_dropped_share" in values:
+            self._check_dropped(step, values["boundary_dropped_share"])
 
     def _check_drift(self, step: int, norms: list[float]) -> None:
         if norms and norms[-1] > self._config.drift_ratio * norms[0]:
@@ -129,7 +134,7 @@ class RecurrentMonitor:
 
     def _check_experts(self, step: int, load: Tensor) -> None:
         state, window = self._state, self._config.expert_window
-        new = load.cpu().numpy()
+        new = load.cpu().numpy().sum(0)
         if not np.isfinite(new).all():
             return
         state["load"] = (new if state["load"] is None else new + np.array(state["load"])).tolist()
@@ -157,6 +162,15 @@ class RecurrentMonitor:
                 "boundary rate",
                 f"{rate:.4f} of the bytes close a segment, outside monitor.min_boundary_rate = {low:g} .. "
                 f"monitor.max_boundary_rate = {high:g}",
+            )
+
+    def _check_dropped(self, step: int, share: float) -> None:
+        if share > self._config.max_boundary_dropped:
+            self._report(
+                step,
+                "dropped boundaries",
+                f"{share:.4f} of the boundaries found no slot, above monitor.max_boundary_dropped = "
+                f"{self._config.max_boundary_dropped:g}: the rate is at the phase's max_boundary_rate",
             )
 
     def _report(self, step: int, kind: str, text: str) -> None:

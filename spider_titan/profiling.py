@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from spider_titan.run_directory import explain_disk_errors
 
@@ -105,17 +107,24 @@ class Profiler:
             self._profile.start()
         return self
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, paused: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Ends a training step, after which ``step`` are done in all, and writes what is due.
+
+        Args:
+            step: Steps done.
+            paused: Entered while something is written.
 
         Raises:
             DiskError: If that cannot be written.
         """
         self._step = step
-        if self._profile is not None:
-            self._profile.step()
-        if self._config.enable_memory_snapshot and step % self._config.profile_freq == 0:
-            self._save_memory(f"step-{step}")
+        takes_snapshot = self._config.enable_memory_snapshot and step % self._config.profile_freq == 0
+        ends_trace = self._profile is not None and self._profile.current_action == ProfilerAction.RECORD_AND_SAVE
+        with paused() if takes_snapshot or ends_trace else nullcontext():
+            if self._profile is not None:
+                self._profile.step()
+            if takes_snapshot:
+                self._save_memory(f"step-{step}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -40,11 +40,11 @@ def segmented_text(ids: Sequence[int], boundaries: Sequence[bool]) -> str:
 
 
 def expert_map(load: np.ndarray) -> np.ndarray:
-    """A picture of the experts' load, [layers, E] -> uint8 [height, width].
+    """A picture of the experts' load over all loops, [loops, layers, E] -> uint8 [height, width].
 
     A row a layer, a square an expert: black has no load, middle grey an even one, white twice that or more.
     """
-    grey = np.clip(np.nan_to_num(relative_load(load)) / 2, 0, 1) * 255
+    grey = np.clip(np.nan_to_num(relative_load(load.sum(0))) / 2, 0, 1) * 255
     return np.kron(grey.round().astype(np.uint8), np.ones((CELL_PIXELS, CELL_PIXELS), np.uint8))
 
 

@@ -33,8 +33,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """A copy on ``device``."""
-        ids, targets = self.input_ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        return Batch(ids, targets, self.position)
+        ids, targets = self.input_ids, self.targets
+        if device.type == "cuda":
+            # From other memory the copy would wait for the work that is queued.
+            ids, targets = ids.pin_memory(), targets.pin_memory()
+        return Batch(ids.to(device, non_blocking=True), targets.to(device, non_blocking=True), self.position)
 
     @property
     def num_targets(self) -> int:

@@ -101,13 +101,16 @@ def describe_phase(curriculum: Curriculum, index: int) -> str:
 
 
 def peak_flops(precision: PrecisionConfig, world: World) -> float | None:
-    """FLOPs a second that all devices together cannot exceed in a precision; None where that is not known.
+    """FLOPs a second that all devices together cannot exceed in a precision; None where that is not known, as in fp32.
 
     Args:
         precision: With the mode that the devices compute in.
         world: The ranks.
     """
     if world.device.type != "cuda":
+        return None
+    if precision.mode == "fp32":
+        logger.info("mfu: the peaks that are known are of bf16 and below, so the share of them is not shown in fp32")
         return None
     name = torch.cuda.get_device_name(world.device)
     peak = next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), None)

@@ -22,7 +22,7 @@ from spider_titan.curriculum import Curriculum
 from spider_titan.data.documents import TrainingSource
 from spider_titan.data.loader import TrainLoader, build_train_loader, build_validation_batches, merge_cursors
 from spider_titan.data.problems import EndOfData
-from spider_titan.data.rows import epochs
+from spider_titan.data.rows import epochs, shards
 from spider_titan.data.sources import load_sources
 from spider_titan.distributed import World, seed_everything
 from spider_titan.interrupt import Stopped, StopRequest, WaitInterrupted
@@ -128,7 +128,7 @@ class Trainer:
         self.value_to_compare, self.best_value = math.inf, math.inf
         """Of the last step, and the lowest so far: held-out bits per byte, or without validation the loss."""
         self.bytes_before = 0
-        self.progress, saved_step = self._find_progress(config)
+        self.progress, saved_step = self._find_progress()
         self.micro_batches, self.batches = self._build_data(config, sources)
         self.metrics = self._open_metrics(config, config_text)
         startup.log_run(config, sources, world, self.curriculum, self.total_steps)
@@ -158,7 +158,7 @@ class Trainer:
             NonFiniteError: If ``training.max_skipped_steps`` steps in a row had to be skipped.
         """
         begin, first_step = time.perf_counter(), self.progress.step
-        self.rate, self.loader_waits = RateMeter(), list[float]()
+        self.rate, self.loader_waits = RateMeter(wait_for_device=self.world.wait_for_device), list[float]()
         if self.checkpoints and self.checkpoints.config.create_seed_checkpoint:
             self._save()
             self._finish(time.perf_counter() - begin)
@@ -204,8 +204,7 @@ class Trainer:
             self._validate()
         self._save_if_due(totals)
         if self.profiler:
-            with self.rate.paused():
-                self.profiler.step(done)
+            self.profiler.step(done, self.rate.paused)
         return True
 
     def _end_early(self) -> None:
@@ -331,16 +330,17 @@ class Trainer:
     def _epoch_has_ended(self) -> bool:
         """Whether every shard has read its part of every source of the phase once more, over all ranks."""
         phase, progress = self.curriculum.at(self.progress.step - 1), self.progress
-        names = [name for name, weight in phase.weights.items() if weight > 0]
-        mine = range(self.world.rank, progress.num_shards, self.world.size)
-        cursors = (progress.cursors.get(name, {}).get(shard) for name in names for shard in mine)
-        readers = [self.sources[name] for name in names for _ in mine]
-        ahead = sum(
-            cursor is not None and source.epoch(cursor.position) > progress.epochs
-            for source, cursor in zip(readers, cursors, strict=True)
-        )
-        total = self.world.sum_over_ranks({"ahead": torch.tensor(ahead)})["ahead"]
-        return int(total) == len(names) * progress.num_shards
+        behind = 0
+        for name in (name for name, weight in phase.weights.items() if weight > 0):
+            source, cursors = self.sources[name], progress.cursors.get(name, {})
+            behind += sum(
+                shard not in cursors or source.epoch(cursors[shard].position) <= progress.epochs
+                for shard in self._shards(name)
+            )
+        return not self.world.sum_over_ranks({"behind": torch.tensor(behind)})["behind"]
+
+    def _shards(self, source: str) -> range:
+        return shards(self.sources[source], self.progress.num_rows, self.world.rank, self.world.size)
 
     def _reasons_to_keep(self) -> dict[str, dict[str, Any]]:
         """Entries of ``kept.json`` for the last step."""
@@ -379,7 +379,10 @@ class Trainer:
             "bytes_seen": self.progress.bytes_seen,
             "bytes_per_second": lap.bytes_per_second,
             "loader_wait": loader_wait,
-            **{f"epochs/{name}": number for name, number in epochs(self.sources, self.progress.cursors).items()},
+            **{
+                f"epochs/{name}": epochs(source, self.progress.cursors.get(name, {}), self._shards(name))
+                for name, source in self.sources.items()
+            },
             "eta_seconds": lap.seconds_per_step * (self.total_steps - step - 1),
         }
         if self.peak_flops is not None:
@@ -483,13 +486,14 @@ class Trainer:
         root = checkpoint_folder(folder_of(config.job.dump_folder))
         return CheckpointManager(root, config.checkpoint, self.world, config_text)
 
-    def _find_progress(self, config: JobConfig) -> tuple[Progress, int | None]:
+    def _find_progress(self) -> tuple[Progress, int | None]:
         """How far the run is, and the step of the checkpoint that says so, if there is one."""
-        num_shards = self.training.rows_per_step(self.world.size) * config.data.interleave
+        num_rows = self.training.rows_per_step(self.world.size)
+        interleave = {name: source.settings.interleave for name, source in self.sources.items()}
         step = self.checkpoints.find() if self.checkpoints else None
         if self.checkpoints is None or step is None:
-            return Progress(num_shards), None
-        progress = read_progress(self.checkpoints, step, num_shards)
+            return Progress(num_rows, interleave), None
+        progress = read_progress(self.checkpoints, step, num_rows, interleave)
         self.best_value, self.bytes_before = self.checkpoints.best_value(), progress.bytes_seen
         return progress, step
 

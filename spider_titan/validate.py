@@ -63,13 +63,16 @@ class Validator:
             should_stop: Asked before every batch, on all ranks alike; if it is true the result is None.
         """
         context = StepContext(num_targets=1, boundary_mode="threshold", max_boundary_rate=max_boundary_rate)
+        device = self._world.device
         model.eval()
         try:
-            by_source = self._measure(model, context, should_stop)
-            at_loops = {
-                number: self._measure(model, replace(context, num_loops=number), should_stop)
-                for number in self._num_loops
-            }
+            # A model may draw in evaluation too, as linears in 4 bits do.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                by_source = self._measure(model, context, should_stop)
+                at_loops = {
+                    number: self._measure(model, replace(context, num_loops=number), should_stop)
+                    for number in self._num_loops
+                }
         except _StopValidationError:
             return None
         finally:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 KEPT = "kept.json"
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _CHUNK = 1 << 22
 

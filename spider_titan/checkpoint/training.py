@@ -25,7 +25,8 @@ class Progress:
         step: Optimizer steps done.
         bytes_seen: Valid targets of these steps, over all ranks.
         cursors: Where the data goes on; those of this rank's own shards are up to date.
-        num_shards: Shards of the data, which the cursors belong to: rows of a step times ``data.interleave``.
+        num_rows: Rows of a step over all ranks.
+        interleave: Source -> its ``interleave``. It has ``num_rows`` times as many shards, which the cursors belong to.
         validated: Whether the validation that is due at ``step`` is done, if one is.
         epochs: How often all sources of a phase have been read; see ``checkpoint.keep_epoch_ends``.
         skipped_steps: Steps of these that had no effect, as a loss or gradient was not finite.
@@ -33,7 +34,8 @@ class Progress:
         monitor: State of the ``RecurrentMonitor``, in JSON values.
     """
 
-    num_shards: int
+    num_rows: int
+    interleave: dict[str, int]
     step: int = 0
     bytes_seen: int = 0
     cursors: Cursors = field(default_factory=dict)
@@ -54,7 +56,8 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
         shared={
             "step": progress.step,
             "bytes_seen": progress.bytes_seen,
-            "num_shards": progress.num_shards,
+            "num_rows": progress.num_rows,
+            "interleave": progress.interleave,
             "validated": progress.validated,
             "epochs": progress.epochs,
             "skipped_steps": progress.skipped_steps,
@@ -64,25 +67,33 @@ def snapshot(progress: Progress, model: nn.Module, optimizer: GroupedAdamW, worl
     )
 
 
-def read_progress(manager: CheckpointManager, step: int, num_shards: int) -> Progress:
+def read_progress(manager: CheckpointManager, step: int, num_rows: int, interleave: dict[str, int]) -> Progress:
     """How far the run of a checkpoint had come, with the cursors of all shards.
 
     Raises:
-        ValueError: If its rows were divided among another number of shards.
+        ValueError: If the documents were divided among other shards: by other rows a step, or another ``interleave`` of
+            a source that was read.
     """
     state = manager.read_state(step)
-    if state["num_shards"] != num_shards:
+    made = f"the checkpoint of step {step} in {manager.root} was made with"
+    if state["num_rows"] != num_rows:
         raise ValueError(
-            f"the checkpoint of step {step} in {manager.root} was made with {state['num_shards']} shards of "
-            f"the data, and this run has {num_shards}: rows a step times data.interleave; set "
-            "training.global_batch_size and data.interleave as they were, so that each document is read once"
+            f"{made} {state['num_rows']} rows a step, and this run has {num_rows}; set training.global_batch_size = "
+            f"{state['num_rows']}, so that each document is read once"
         )
     cursors: Cursors = {}
     for rank in state["ranks"]:
         for source, of_shards in rank["cursors"].items():
             merge_cursors(cursors, {source: {int(shard): Cursor(*cursor) for shard, cursor in of_shards.items()}})
+    for source in sorted(cursors.keys() & interleave.keys()):
+        if (before := state["interleave"][source]) != interleave[source]:
+            raise ValueError(
+                f"{made} data.sources.{source}.interleave = {before}, and this run has {interleave[source]}; set it as "
+                "it was, so that each document is read once"
+            )
     same_name = ("step", "bytes_seen", "validated", "epochs", "skipped_steps", "skipped_in_row", "monitor")
-    return Progress(num_shards, cursors=cursors, **{name: state[name] for name in same_name})
+    interleave = state["interleave"] | interleave
+    return Progress(num_rows, interleave, cursors=cursors, **{name: state[name] for name in same_name})
 
 
 def restore(manager: CheckpointManager, step: int, model: nn.Module, optimizer: GroupedAdamW, world: World) -> None:

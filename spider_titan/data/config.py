@@ -54,11 +54,16 @@ class SourceConfig:
     """For this source, in place of data.max_document_bytes."""
     repeat: bool = True
     """Whether the source begins again, in a new order, when all of it was read; if not, the run ends there."""
+    interleave: int = 1
+    """Documents that take turns at a row's place in the batch, a step each: so neighbouring rows of a long document are
+    that many steps apart. For sources of which a run reads many rows; see docs/data.md."""
 
     def __post_init__(self) -> None:
         self._refuse_keys_of_other_kinds()
         if self.max_document_bytes is not None and self.max_document_bytes < 0:
             raise ValueError(f"max_document_bytes = {self.max_document_bytes} is negative; 0 means no limit")
+        if self.interleave < 1:
+            raise ValueError(f"interleave = {self.interleave} must be at least 1")
         if self.kind == "builtin" and self.part is None:
             raise ValueError('part is not set: kind = "builtin" needs part = "english", or another built-in part')
         if self.kind == "files" and (not self.globs or not all(self.globs)):
@@ -125,9 +130,6 @@ class DataConfig:
     """What a record that holds no document does: skip counts and names it in the log, stop ends the run."""
     hub_retry_seconds: float = 60.0
     """How long a failing hub is asked again, ever more slowly; well below comm.train_timeout_seconds on many ranks."""
-    interleave: int = 1
-    """Documents that take turns at a row's place in the batch, a step each: so neighbouring rows of a long document are
-    that many steps apart. Memory of hub and in-place parquet sources grows with it."""
     num_workers: int = 0
     """Processes that read and pack beside the trainer; 0: the trainer's own. The batches do not depend on it."""
     prefetch_batches: int = 4
@@ -138,8 +140,6 @@ class DataConfig:
             raise ValueError(f"max_document_bytes = {self.max_document_bytes} is negative; 0 means no limit")
         if not 0.0 <= self.held_out_fraction < 1.0:
             raise ValueError(f"held_out_fraction = {self.held_out_fraction} is not in [0, 1)")
-        if self.interleave < 1:
-            raise ValueError(f"interleave = {self.interleave} must be at least 1")
         if self.num_workers < 0:
             raise ValueError(f"num_workers = {self.num_workers} is negative; 0 means no worker process")
         if self.prefetch_batches < 1:

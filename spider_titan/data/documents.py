@@ -73,12 +73,14 @@ class Settings:
         repeat: Whether epoch follows epoch.
         markers: Ids around the bytes of a document.
         max_document_bytes: Longer documents are cut to this; 0: never.
+        interleave: Shards of the source that take turns at a row's place.
     """
 
     held_out_fraction: float
     repeat: bool = True
     markers: Markers | None = None
     max_document_bytes: int = 0
+    interleave: int = 1
 
     @property
     def held_out_below(self) -> int:

@@ -172,7 +172,6 @@ def build_train_loader(
         curriculum,
         seq_len=seq_len,
         num_rows=num_rows,
-        interleave=config.interleave,
         seed=seed,
         cursors=cursors,
     )

@@ -123,7 +123,7 @@ class BlockSource:
             if not num_documents and place == Place(place.epoch, 0, 0, 0):
                 raise SourceError(
                     f"data.sources.{self.name} has too few documents for {num_shards} shards: one of them would never "
-                    f"have any. Give it more, or lower training.global_batch_size or data.interleave"
+                    f"have any. Give it more, or lower training.global_batch_size or its interleave"
                 )
             place = Place(place.epoch + 1, 0, 0, 0)
 

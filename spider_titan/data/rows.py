@@ -86,15 +86,15 @@ class Stream:
 class RowReader:
     """Reads the rows of a step: at each place that of a shard, from the source that the plan says.
 
-    Shard v has rows at the place v % R, every ``interleave`` steps: so long documents do not make the steps that follow
-    each other alike. A document that is longer than a row goes on in the next row that its shard makes of its source.
+    A source has R times its ``interleave`` shards. Shard v has the place v % R, in every ``interleave``-th step: so
+    long documents do not make the steps that follow each other alike. A document that is longer than a row goes on in
+    the next row that its shard makes of its source.
 
     Args:
         sources: At least those that the phases give a weight.
         curriculum: Step -> phase.
         seq_len: L.
         num_rows: R, rows of a step over all ranks.
-        interleave: ``data.interleave``.
         seed: ``training.seed``.
         cursors: Where streams go on; those that have none begin.
     """
@@ -106,18 +106,17 @@ class RowReader:
         *,
         seq_len: int,
         num_rows: int,
-        interleave: int,
         seed: int,
         cursors: Cursors | None = None,
     ) -> None:
         self._sources = sources
         self._seq_len = seq_len
         self._plan = RowPlan(curriculum, num_rows=num_rows, seed=seed)
-        self._num_rows, self._interleave = num_rows, interleave
+        self._num_rows = num_rows
         self._seed = seed
         self._cursors = cursors or {}
-        self._streams: dict[int, dict[str, Stream]] = {}
-        """Shard -> source -> stream."""
+        self._streams: dict[str, dict[int, Stream]] = {}
+        """Source -> shard -> stream."""
 
     def read(self, step: int, places: Sequence[int]) -> Ids:
         """Returns the rows [len(places), L + 1] that stand at ``places``, below R, of ``step``.
@@ -126,37 +125,38 @@ class RowReader:
         """
         sources = self._plan.sources_at(step, places)
         ids = np.empty((len(places), self._seq_len + 1), dtype=np.int16)
-        for row, shard, source in zip(ids, self._shards(step, places), sources, strict=True):
-            row[:] = self._stream(source, shard).next_row()
+        for row, place, source in zip(ids, places, sources, strict=True):
+            row[:] = self._stream(source, self._shard(source, step, place)).next_row()
         return ids
 
     def cursors(self, step: int, places: Sequence[int]) -> Cursors:
         """The cursors after ``step`` of the shards whose rows stand at ``places`` in it, in all sources."""
-        shards = self._shards(step, places)
         found: Cursors = {}
-        for source, given in self._cursors.items():
-            found[source] = {shard: given[shard] for shard in shards if shard in given}
-        for shard in shards:
-            for source, stream in self._streams.get(shard, {}).items():
-                if cursor := stream.cursor:
-                    found.setdefault(source, {})[shard] = cursor
-        return {source: found[source] for source in sorted(found) if found[source]}
+        for source in sorted(self._sources):
+            given, streams = self._cursors.get(source, {}), self._streams.get(source, {})
+            of_shards = {}
+            for shard in (self._shard(source, step, place) for place in places):
+                cursor = streams[shard].cursor if shard in streams else given.get(shard)
+                if cursor:
+                    of_shards[shard] = cursor
+            if of_shards:
+                found[source] = of_shards
+        return found
 
-    def _shards(self, step: int, places: Sequence[int]) -> list[int]:
-        """A place goes through its shards in turn, a step each."""
-        turn = step % self._interleave
-        return [place + self._num_rows * turn for place in places]
+    def _shard(self, source: str, step: int, place: int) -> int:
+        """A place goes through its shards of a source in turn, a step each."""
+        return place + self._num_rows * (step % self._sources[source].settings.interleave)
 
     def _stream(self, source: str, shard: int) -> Stream:
-        streams = self._streams.setdefault(shard, {})
-        if source not in streams:
+        streams = self._streams.setdefault(source, {})
+        if shard not in streams:
             cursor = self._cursors.get(source, {}).get(shard)
             documents = self._encoded(self._sources[source], shard, cursor.position if cursor else None)
-            streams[source] = Stream(source, documents, seq_len=self._seq_len, cursor=cursor)
-        return streams[source]
+            streams[shard] = Stream(source, documents, seq_len=self._seq_len, cursor=cursor)
+        return streams[shard]
 
     def _encoded(self, source: TrainingSource, shard: int, start: Position | None) -> Iterator[tuple[Position, Ids]]:
-        num_shards = self._num_rows * self._interleave
+        num_shards = len(shards(source, self._num_rows))
         documents = source.documents(shard, num_shards=num_shards, seed=self._seed, start=start)
         for position, document in documents:
             yield position, encode_document(document, source.settings)
@@ -169,9 +169,18 @@ def encode_document(document: bytes, settings: Settings) -> Ids:
     return encode(document, settings.markers)
 
 
-def epochs(sources: Mapping[str, TrainingSource], cursors: Cursors) -> dict[str, int]:
-    """How often each shard that has begun a source has read all its part of it; 0 for a source that none has begun."""
-    return {
-        name: min((source.epoch(cursor.position) for cursor in cursors.get(name, {}).values()), default=0)
-        for name, source in sources.items()
-    }
+def shards(source: TrainingSource, num_rows: int, rank: int = 0, world_size: int = 1) -> range:
+    """The shards of a source that a rank owns: those whose places are its own.
+
+    Args:
+        source: The source.
+        num_rows: R, rows of a step over all ranks.
+        rank: The rank.
+        world_size: How many there are, a divisor of R.
+    """
+    return range(rank, num_rows * source.settings.interleave, world_size)
+
+
+def epochs(source: TrainingSource, cursors: Mapping[int, Cursor], shards: Sequence[int]) -> float:
+    """How often a source was read: the mean over ``shards``, which may be some of those that have cursors."""
+    return sum(source.epoch(cursors[shard].position) for shard in shards if shard in cursors) / len(shards)

@@ -48,6 +48,7 @@ def open_source(name: str, config: DataConfig) -> TrainingSource:
         repeat=source.repeat,
         markers="auto" if source.part == "multimodal" else source.markers,
         max_document_bytes=limit,
+        interleave=source.interleave,
     )
     bad_records = BadRecords(name, config.on_bad_record)
     if source.kind == "hub" and not source.is_local:

@@ -16,6 +16,10 @@ class GroupOptimizer(Protocol):
     """What ``GroupedAdamW`` asks of an optimizer of one parameter group."""
 
     state: dict[Tensor, dict[str, Tensor]]
+    skips_on_device: bool
+    """Whether it looks at ``found_inf``, without waiting to know it."""
+    found_inf: Tensor | None
+    """fp32 scalar where the parameters are, named as in torch's optimizers: where it is 1, a step changes nothing."""
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -33,13 +37,16 @@ class GroupOptimizer(Protocol):
 class ParameterwiseAdamW(torch.optim.Optimizer, ABC):
     """AdamW that updates one parameter after another; a subclass says by what state and how."""
 
+    skips_on_device = False
+    found_inf: Tensor | None = None
+
     @abstractmethod
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As ``GroupOptimizer``; has ``step``, on the CPU, so that no step waits for the device to read it."""
+        """As ``GroupOptimizer``; has ``step``, the updates so far."""
 
     @abstractmethod
     def update(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Moves a parameter that has a gradient; ``step`` counts this update already."""
+        """Moves a parameter that has a gradient, and counts that in ``step``."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -50,7 +57,6 @@ class ParameterwiseAdamW(torch.optim.Optimizer, ABC):
             state = self.state[parameter]
             if not state:
                 state.update(self.new_state(parameter))
-            state["step"] += 1
             self.update(parameter, state)
 
 
@@ -67,9 +73,8 @@ class DenseAdamW(torch.optim.AdamW):
             foreach=config.implementation == "foreach",
             fused=config.implementation == "fused",
         )
-        self.is_fused = config.implementation == "fused"
+        self.skips_on_device = config.implementation == "fused"
         self.found_inf: Tensor | None = None
-        """Of the fused kernel: where it is 1, a step changes nothing."""
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -79,7 +84,7 @@ class DenseAdamW(torch.optim.AdamW):
         """``step``, ``exp_avg`` and ``exp_avg_sq``."""
         return {
             # The fused kernel reads it where the parameter is.
-            "step": torch.zeros((), device=parameter.device if self.is_fused else "cpu"),
+            "step": torch.zeros((), device=parameter.device if self.skips_on_device else "cpu"),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }

@@ -67,6 +67,7 @@ class AdamW8bit(ParameterwiseAdamW):
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """``step``, and codes and scales of both averages."""
         blocks = parameter.detach().narrow(-1, 0, parameter.shape[-1] // BLOCK_SIZE)
+        # On the CPU: the kernel takes its value, which would have to be waited for.
         state = {"step": torch.zeros((), device="cpu")}
         for name in ("exp_avg", "exp_avg_sq"):
             state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
@@ -79,6 +80,7 @@ class AdamW8bit(ParameterwiseAdamW):
     def update(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Moves a parameter and rounds its averages again."""
         assert parameter.grad is not None
+        state["step"] += 1
         weight, grad = local(parameter.detach()), local(parameter.grad)
         if not weight.numel():
             return  # With fewer rows than ranks, some have none.

@@ -92,16 +92,17 @@ class GroupedAdamW:
 
         Args:
             step: Optimizer steps done.
-            skip: Bool scalar: if it is true, weights and state stay as they are. The fused kernel reads it on the
-                device; other updates, and parameters that are offloaded from it, wait to know it.
+            skip: Bool scalar: if it is true, weights and state stay as they are, and gradients may be zeroed. The
+                fused kernel and the update of tables read it on the device; other updates, and parameters that are
+                offloaded from it, wait to know it.
         """
         lr = self.lr(step)
         for group, optimizer, parameters in self._optimizers:
             optimizer.set_lr(lr * group.lr_factor)
-            if skip is not None and isinstance(optimizer, DenseAdamW) and optimizer.is_fused:
-                # What torch's gradient scalers do: the kernel leaves everything alone where this is 1.
+            if optimizer.skips_on_device:
+                # What torch's gradient scalers do.
                 device = next(iter(parameters.values())).device
-                optimizer.found_inf = skip.to(device, torch.float32)
+                optimizer.found_inf = skip.to(device, torch.float32) if skip is not None else None
             elif skip is not None and skip:
                 continue
             optimizer.step()

@@ -133,7 +133,7 @@ def test_the_count_outlives_the_process(
 
 
 def test_a_device_that_lags_is_not_waited_for(world: World) -> None:
-    watch, progress = StepWatch(world, lag=2), Progress(num_shards=1)
+    watch, progress = StepWatch(world, lag=2), Progress(num_rows=1, interleave={})
     for step in range(4):
         norms = {"grad_norm": torch.tensor(1.0), "grad_norm/a": torch.tensor(torch.nan if step == 1 else 1.0)}
         sums, skip = watch.add_up(step, torch.tensor(2.0), {"x": torch.tensor([1.0, 2.0])}, norms)
@@ -149,7 +149,10 @@ def test_a_device_that_lags_is_not_waited_for(world: World) -> None:
 def two_ranks(rank: int, folder: str) -> None:
     with join_world(ParallelismConfig(), CommConfig(init_timeout_seconds=60)) as world:
         setup_console(rank=rank)
-        bounds = ("--monitor.expert_window", "2", "--monitor.max_boundary_rate", "0.2")
+        bounds = (
+            *("--monitor.expert_window", "2"),
+            *("--monitor.max_boundary_rate", "0.2", "--monitor.max_boundary_dropped", "1.0"),
+        )
         trainer = make_trainer(world, Path(folder), *bounds)
         poison(trainer, {1, 3}, "loss" if rank else "gradient", rank=1)
         poison(trainer, {4}, "gradient", rank=0)
@@ -206,7 +209,7 @@ FAULTS = {
     # The layer that has collapsed to one expert starves others.
     collapse: ["collapse", "dead experts"],
     no_boundary: ["boundary rate"],
-    a_boundary_a_byte: ["boundary rate"],
+    a_boundary_a_byte: ["boundary rate", "dropped boundaries"],
 }
 
 
@@ -225,7 +228,7 @@ def faulty(rank: int, folder: str) -> None:
             # Segments are few where nothing but an end of a document closes one.
             bounds = () if fault is no_boundary else ("--monitor.expert_window", "1")
             if fault is not a_boundary_a_byte:
-                bounds += ("--monitor.max_boundary_rate", "0.6")
+                bounds += ("--monitor.max_boundary_rate", "0.6", "--monitor.max_boundary_dropped", "1.0")
             trainer = make_trainer(world, Path(folder), *options, *bounds, run=ONE_PHASE)
             with torch.no_grad():
                 fault(trainer.model)

@@ -54,6 +54,13 @@ WORLDS: dict[str, tuple[int, list[str]]] = {
 }
 
 
+STATISTICS = (
+    *("router_aux_loss", "router_z_loss", "ponder_loss"),
+    *("hidden_norm", "halting_share", "routing_entropy", "engram_norm"),
+)
+LOSSES = ("loss", "lm_loss", "bpb", "validation_bpb", "validation_loss", "boundary_loss")
+
+
 def train(rank: int, folder: str, runs: dict[str, list[str]]) -> None:
     """Trains once for each of ``runs``; rank 0 leaves the weights before and after in a file of its name."""
     for name, options in runs.items():
@@ -86,11 +93,18 @@ def lines(runs: Path, name: str) -> list[dict[str, Any]]:
 def test_losses_do_not_depend_on_the_ranks(runs: Path, name: str) -> None:
     expected, found = lines(runs, "1"), lines(runs, name)
     assert [line["step"] for line in found] == [line["step"] for line in expected]
+    assert {"validation_bpb/english", "validation_bpb/code"} <= found[-1].keys()
+    assert {"grad_norm", "grad_norm/backbone", "grad_norm/engram_tables"} <= found[0].keys()
     assert sum("loss" in line for line in found) == STEPS
     for line, reference in zip(found, expected, strict=True):
         assert line.keys() == reference.keys()
-        for key in line.keys() & {"loss", "lm_loss", "bpb", "validation_bpb", "boundary_loss"}:
-            assert line[key] == pytest.approx(reference[key], rel=2e-5), (line["step"], key)
+        # Measured: 3e-7 in the first three steps, 2e-4 after a near tie.
+        norm_bound = 1e-5 if line["step"] <= 3 else 1e-3
+        for key in line:
+            metric = key.partition("/")[0]
+            if metric in LOSSES or metric == "grad_norm":
+                bound = 2e-5 if metric in LOSSES else norm_bound
+                assert line[key] == pytest.approx(reference[key], rel=bound), (line["step"], key)
         for key in line.keys() & {"bytes_seen", "boundary_rate", "phase", "lr"}:
             assert line[key] == reference[key], (line["step"], key)
         # Later a near tie sends a segment to another expert: no loss changes by it, but what experts are counted by.
@@ -105,11 +119,11 @@ def _compare_statistics(line: dict[str, Any], reference: dict[str, Any]) -> None
         if reference[key] is None:
             # In a step without a segment nothing is routed.
             assert line[key] is None, (line["step"], key)
-        elif metric in ("hidden_norm", "halting_share", "routing_entropy", "engram_norm"):
+        elif metric in STATISTICS:
             assert line[key] == pytest.approx(reference[key], rel=1e-4), (line["step"], key)
         if metric in ("expert_load_max", "expert_load_min") and line["step"] == 1:
             assert line[key] == reference[key], key
-    assert {"hidden_norm/1", "routing_entropy/1", "engram_norm/1", "expert_load_max/2"} <= line.keys()
+    assert {"hidden_norm/1", "routing_entropy/1", "engram_norm/1", "expert_load_max/1"} <= line.keys()
 
 
 @pytest.mark.parametrize("name", WORLDS)

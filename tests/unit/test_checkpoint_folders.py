@@ -50,9 +50,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "emptied": (lambda folder: [path.unlink() for path in folder.iterdir()], "complete.json is missing"),
     "future": (
         lambda folder: (folder / "complete.json").write_text(
-            (folder / "complete.json").read_text().replace('"format": 1', '"format": 9')
+            (folder / "complete.json").read_text().replace('"format": 2', '"format": 9')
         ),
-        "format 9, and this version reads format 1",
+        "format 9, and this version reads format 2",
     ),
 }
 

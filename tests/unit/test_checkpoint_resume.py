@@ -317,13 +317,30 @@ def test_averages_in_8_bits_are_resumed_to_the_bit(world: World, tmp_path: Path)
     assert logged(tmp_path) == logged(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("key", "value"), [("training.global_batch_size", "8"), ("data.interleave", "2")])
-def test_another_number_of_shards_is_refused(
-    world: World, unbroken: Path, tmp_path: Path, key: str, value: str
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--training.global_batch_size", "8"),
+            "was made with 4 rows a step, and this run has 8; set training.global_",
+        ),
+        (
+            ("--data.sources.code.interleave", "2"),
+            r"was made with data\.sources\.code\.interleave = 1, and this run has 2; set it",
+        ),
+        # As many shards as before.
+        (
+            ("--training.global_batch_size", "2", "--data.sources.english.interleave", "2"),
+            "was made with 4 rows a step, and this run has 2; set",
+        ),
+    ],
+)
+def test_other_shards_are_refused(
+    world: World, unbroken: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"was made with 4 shards of the data, and this run has 8: .* set training"):
-        make_trainer(world, tmp_path, f"--{key}", value)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(world, tmp_path, *options)
 
 
 def test_a_stop_is_saved_and_resumed(world: World, unbroken: Path, tmp_path: Path) -> None:

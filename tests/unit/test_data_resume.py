@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from spider_titan.data.config import DataConfig, SourceConfig
 from spider_titan.data.documents import ListSource, Settings, SplitSource, TrainingSource
 from spider_titan.data.loader import build_train_loader, merge_cursors
 from spider_titan.data.problems import EndOfData, SourceError
-from spider_titan.data.rows import Cursor, Cursors, epochs
+from spider_titan.data.rows import Cursor, Cursors, epochs, shards
 from spider_titan.data.sources import load_sources
 
 from .reference.reading import NUM_SHARDS, SEQ_LEN, Rows, documents_of, read_leg
@@ -130,12 +129,13 @@ def test_documents_that_take_turns_are_resumed_too(
     world_sizes: tuple[int, ...],
 ) -> None:
     made = case(2, kind)
-    config = dataclasses.replace(made.config(num_workers), interleave=3)
-    unbroken, _ = read_leg(config, made.sources, range(ENDS[-1]), {}, 1)
+    config = make_config(made.path, num_workers=num_workers, in_place=made.in_place, interleave=3)
+    sources = load_sources(config)
+    unbroken, _ = read_leg(config, sources, range(ENDS[-1]), {}, 1)
     rows: Rows = {place: [] for place in range(NUM_SHARDS)}
     cursors: Cursors = {}
     for start, end, world_size in zip((0, *ENDS), ENDS, world_sizes, strict=False):
-        part, newer = read_leg(config, made.sources, range(start, end), cursors, world_size)
+        part, newer = read_leg(config, sources, range(start, end), cursors, world_size)
         merge_cursors(cursors, newer)
         for place in rows:
             rows[place] += part[place]
@@ -200,14 +200,20 @@ def until_the_end(source: TrainingSource, shard: int) -> Iterator[tuple[object, 
 
 @pytest.mark.parametrize("kind", ["jsonl", "in place"])
 def test_epochs_are_counted(case, kind: str) -> None:  # noqa: ANN001
+    """By a rank of two, from its own shards alone: after a resume it has the cursors of the other's too, which stay."""
     made = case(5, kind)
-    seen = []
-    cursors: Cursors = {}
-    assert epochs(made.sources, cursors) == {"mine": 0}
-    for start, end in ((0, 2), (2, 30), (30, 60)):
-        _, cursors = read_leg(made.config(0), made.sources, range(start, end), cursors, 1)
-        seen.append(epochs(made.sources, cursors)["mine"])
-    assert seen[0] == 0 and seen == sorted(seen) and seen[-1] >= 3
+    source, seen = made.sources["mine"], []
+    mine = shards(source, NUM_SHARDS, 1, 2)
+    assert [*mine] == [*range(1, NUM_SHARDS, 2)]
+    cursors: Cursors = {"mine": {}}
+    for start, end in ((0, 0), (0, 2), (2, 30), (30, 60)):
+        _, newer = read_leg(made.config(0), made.sources, range(start, end), cursors, 1)
+        stays = {shard: cursors["mine"].get(shard, cursor) for shard, cursor in newer["mine"].items()} if newer else {}
+        cursors = {"mine": stays | {shard: newer["mine"][shard] for shard in mine}} if newer else cursors
+        seen.append(epochs(source, cursors["mine"], mine))
+    alone = {shard: cursors["mine"][shard] for shard in mine}
+    assert seen[:2] == [0, 0] and seen == sorted(seen) and seen[-1] >= 3
+    assert seen[-1] == epochs(source, alone, mine) > epochs(source, cursors["mine"], range(NUM_SHARDS))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -1,5 +1,6 @@
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -20,24 +21,26 @@ PHASES = [
 ]
 
 
-def make_sources(longest: int, limit: int = 0) -> dict[str, SplitSource]:
+def make_sources(longest: int, limit: int = 0, interleave: int = 1) -> dict[str, SplitSource]:
+    """Of these, only the first is interleaved by more than 2."""
     rng = random.Random(longest)
     settings = Settings(0.05, max_document_bytes=limit)
     return {
-        name: SplitSource(name, ListSource([mark * rng.randint(0, longest) for _ in range(50)]), settings)
+        name: SplitSource(
+            name,
+            ListSource([mark * rng.randint(0, longest) for _ in range(50)]),
+            replace(settings, interleave=interleave if name == "a" else min(interleave, 2)),
+        )
         for name, mark in MARKS.items()
     }
 
 
-def make_reader(
-    sources: dict[str, SplitSource], seed: int = SEED, cursors: Cursors | None = None, interleave: int = 1
-) -> RowReader:
+def make_reader(sources: dict[str, SplitSource], seed: int = SEED, cursors: Cursors | None = None) -> RowReader:
     return RowReader(
         sources,
         Curriculum(PHASES, byte_budget=STEPS * NUM_ROWS * SEQ_LEN, bytes_per_step=NUM_ROWS * SEQ_LEN),
         seq_len=SEQ_LEN,
         num_rows=NUM_ROWS,
-        interleave=interleave,
         seed=seed,
         cursors=cursors,
     )
@@ -67,20 +70,21 @@ def expected_stream(source: SplitSource, shard: int, num_shards: int, num_ids: i
 @pytest.mark.parametrize(("longest", "limit"), [(20, 0), (400, 0), (400, 50), (2000, 0)])
 def test_every_id_of_a_stream_is_a_target_once(longest: int, limit: int, interleave: int) -> None:
     """Shard v has the place v % R of every ``interleave``-th step, and its documents follow each other there."""
-    sources = make_sources(longest, limit)
-    reader = make_reader(sources, interleave=interleave)
+    sources = make_sources(longest, limit, interleave)
+    reader = make_reader(sources)
     streams: dict[tuple[int, str], list[int]] = {}
     for step in range(STEPS):
         for place, row in enumerate(reader.read(step, range(NUM_ROWS)).tolist()):
             assert len(row) == SEQ_LEN + 1
-            shard = place + NUM_ROWS * (step % interleave)
-            stream = streams.setdefault((shard, source_of(row)), row[:1])
+            name = source_of(row)
+            shard = place + NUM_ROWS * (step % sources[name].settings.interleave)
+            stream = streams.setdefault((shard, name), row[:1])
             assert stream[-1] == row[0]
             stream += row[1:]
-    num_shards = NUM_ROWS * interleave
-    assert {shard for shard, _ in streams} == set(range(num_shards)) and {name for _, name in streams} == MARKS.keys()
+    num_shards = {name: NUM_ROWS * source.settings.interleave for name, source in sources.items()}
+    assert streams.keys() == {(shard, name) for name, number in num_shards.items() for shard in range(number)}
     for (shard, name), stream in streams.items():
-        assert stream == expected_stream(sources[name], shard, num_shards, len(stream), limit)
+        assert stream == expected_stream(sources[name], shard, num_shards[name], len(stream), limit)
 
 
 def test_phases_switch_at_their_step_and_have_their_shares() -> None:
@@ -95,9 +99,9 @@ def test_phases_switch_at_their_step_and_have_their_shares() -> None:
 
 
 def test_places_are_read_alone_as_among_others() -> None:
-    sources = make_sources(400)
-    together = make_reader(sources, interleave=3)
-    alone = [make_reader(sources, interleave=3) for _ in range(NUM_ROWS)]
+    sources = make_sources(400, interleave=3)
+    together = make_reader(sources)
+    alone = [make_reader(sources) for _ in range(NUM_ROWS)]
     for step in range(STEPS):
         expected = together.read(step, range(NUM_ROWS)).tolist()
         assert [alone[place].read(step, [place])[0].tolist() for place in range(NUM_ROWS)] == expected
@@ -107,8 +111,8 @@ def test_places_are_read_alone_as_among_others() -> None:
 @pytest.mark.parametrize(("longest", "limit"), [(5, 0), (400, 0), (400, 50), (2000, 0)])
 def test_cursors_are_the_whole_state(longest: int, limit: int, interleave: int) -> None:
     """Two resumes, the second with other owners of the places, against a reader that is never stopped."""
-    sources = make_sources(longest, limit)
-    through, all_cursors = make_reader(sources, interleave=interleave), Cursors()
+    sources = make_sources(longest, limit, interleave)
+    through, all_cursors = make_reader(sources), Cursors()
     expected = []
     for step in range(STEPS):
         expected.append(through.read(step, range(NUM_ROWS)).tolist())
@@ -116,7 +120,7 @@ def test_cursors_are_the_whole_state(longest: int, limit: int, interleave: int) 
     cursors: Cursors = {}
     for start, end, owners in ((0, 7, 1), (7, 45, 2), (45, STEPS, 3)):
         given = copy.deepcopy(cursors)
-        readers = [make_reader(sources, cursors=given, interleave=interleave) for _ in range(owners)]
+        readers = [make_reader(sources, cursors=given) for _ in range(owners)]
         for step in range(start, end):
             for owner, reader in enumerate(readers):
                 places = range(owner, NUM_ROWS, owners)

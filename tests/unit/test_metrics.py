@@ -261,3 +261,21 @@ def test_rate_leaves_out_pauses_even_one_that_fails() -> None:
     clock.now += 1.0
     meter.count(100)
     assert meter.lap().bytes_per_second == pytest.approx(50.0)
+
+
+def test_what_the_device_is_still_doing_is_no_part_of_a_pause() -> None:
+    clock = Clock()
+    queued = 0.0
+
+    def wait_for_device() -> None:
+        nonlocal queued
+        clock.now, queued = clock.now + queued, 0.0
+
+    meter = RateMeter(clock, wait_for_device)
+    meter.count(100)
+    meter.count(100)
+    queued = 4.0
+    with meter.paused():
+        wait_for_device()
+        clock.now += 30.0
+    assert meter.lap().bytes_per_second == pytest.approx(25.0)

@@ -27,9 +27,17 @@ def grouped_flops(x: list[int], weight: list[int], *args: Any, out_shape: Any = 
     return 2 * x[0] * weight[1] * weight[2]
 
 
-# The counter knows neither; without these it would count 0 for them.
+def attention_backward_flops(
+    grad: list[int], q: list[int], k: list[int], v: list[int], *args: Any, **kwargs: Any
+) -> int:
+    """Without the scores, which the kernel computes once more."""
+    return 2 * attention_flops(q, k, v)
+
+
+# The counter knows none; without these it would count 0 for them.
 KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     torch.ops.aten._grouped_mm: grouped_flops,
 }
 
@@ -77,18 +85,21 @@ def test_a_backward_is_two_forwards_of_the_loops_it_goes_through(loops: int, bac
     assert spec.training_flops(config, 64) == spec.training_flops(config, 64, 3)
 
 
-def test_counted_flops_of_a_backward() -> None:
-    """But for attention, whose kernel computes its scores once more in the backward."""
-    spec, config = get_model_spec("spider"), spider_config(**WIDE_VALUES, experts_per_token=4)
-    model, length = spec.build(config), 64
-    ids = torch.full((2, length), 97)
+@pytest.mark.parametrize("backprop_loops", [0, 1, 2])
+def test_counted_flops_of_a_training_step(backprop_loops: int) -> None:
+    length, slots = 64, 32
+    spec = get_model_spec("spider")
+    config = spider_config(
+        **WIDE_VALUES, experts_per_token=4, bytes_per_segment=length / slots, backprop_loops=backprop_loops
+    )
     with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
-        model(ids, max_boundary_rate=0.45).logits.float().sum().backward()
-    by_kernel = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
-    forward = counted(spec.build(config), ids, max_boundary_rate=0.45)
-    attention = by_kernel["aten._scaled_dot_product_flash_attention_for_cpu"]
-    products = sum(flops for name, flops in by_kernel.items() if "scaled_dot" not in name)
-    assert products == pytest.approx(3 * (forward - attention), rel=0.02)
+        out = spec.build(config)(torch.full((2, length), 97), max_boundary_rate=(slots - 1) / length)
+        out.logits.float().sum().backward()
+    assert out.filled.shape[1] == slots
+    through = backprop_loops or config.num_loops
+    padding = padding_of_groups(config, 2 * slots) * (config.num_loops + 2 * through) / config.num_loops
+    expected = spec.training_flops(config, length) * 2 * length
+    assert counter.get_total_flops() - padding == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_byte_transformer_trains_at_three_forwards() -> None:

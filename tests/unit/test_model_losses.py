@@ -288,6 +288,11 @@ def test_the_total_is_its_weighted_terms(phase: str) -> None:
     metrics = SPIDER.metrics(terms.sums)
     assert metrics["loss"] == pytest.approx(terms.total.item(), rel=1e-5)
     assert metrics["lm_loss"] == pytest.approx(nats.item() / batch.num_targets, rel=1e-5)
+    weights = {"router_aux": 0.3, "router_z": 0.1, "ponder": 0.2, "boundary": 0.7}
+    logged = {name: metrics.get(f"{name}_loss", 0.0) for name in weights}
+    added = metrics["lm_loss"] + sum(weights[name] * value for name, value in logged.items())
+    assert metrics["loss"] == pytest.approx(added, rel=1e-6)
+    assert (logged["boundary"] == 0.0) is (phase == "frozen") and min(logged["ponder"], logged["router_z"]) > 0.0
 
 
 def test_a_weight_of_zero_takes_a_term_out() -> None:
@@ -322,7 +327,7 @@ def test_reported_statistics_are_counts() -> None:
     assert metrics["boundary_dropped_share"] == pytest.approx(1 - num_boundaries / num_selected)
     assert metrics["bytes_per_segment"] == pytest.approx(num_bytes / num_boundaries)
     assert metrics["expected_loops"] == pytest.approx(out.ponder[out.filled].mean().item(), rel=1e-5)
-    assert terms.sums["expert_load"].sum(-1).tolist() == [3 * 2 * num_boundaries] * 2
+    assert terms.sums["expert_load"].sum(-1).tolist() == [[2 * num_boundaries] * 2] * 3
     assert all(not value.requires_grad and value.dtype == torch.float64 for value in terms.sums.values())
 
 
@@ -357,7 +362,7 @@ def test_after_step_balances_the_routers_if_told_to() -> None:
     for rate in (0.0, 0.01):
         model, batch, terms = spider_terms("adaptive", router_bias_rate=rate)
         SPIDER.after_step(model, terms.sums, StepContext(num_targets=batch.num_targets))
-        for layer, load in zip(model.core.layers, terms.sums["expert_load"], strict=True):
+        for layer, load in zip(model.core.layers, terms.sums["expert_load"].sum(0), strict=True):
             expected = [rate * ((load.mean() > x).int() - (load.mean() < x).int()).item() for x in load]
             assert layer.moe.router.balance_bias.tolist() == pytest.approx(expected)
 

@@ -59,21 +59,30 @@ def test_metrics_are_means_over_segments() -> None:
             mean = outputs[router][t][2].probs_BE.sum(0).double() / int(filled.sum())
             entropies.append(-sum(float(p) * math.log(float(p)) for p in mean) / math.log(EXPERTS))
         assert metrics[f"routing_entropy/{t + 1}"] == pytest.approx(min(entropies), rel=1e-5)
+        chosen = [outputs[router][t][1][filled].flatten() for router in routers]
+        counts = torch.stack([torch.bincount(experts, minlength=EXPERTS) for experts in chosen])
+        even = int(filled.sum()) * 2 / EXPERTS
+        assert metrics[f"expert_load_max/{t + 1}"] == pytest.approx(int(counts.max()) / even)
+        assert metrics[f"expert_load_min/{t + 1}"] == pytest.approx(int(counts.min()) / even)
     for index, gate in enumerate(gates):
         norms = [mean_norm(outputs[gate][t], filled) for t in range(LOOPS)]
         assert metrics[f"engram_norm/{index + 1}"] == pytest.approx(sum(norms) / LOOPS, rel=1e-5)
-    for index, router in enumerate(routers):
-        chosen = torch.cat([outputs[router][t][1][filled].flatten() for t in range(LOOPS)])
-        counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
-        even = int(filled.sum()) * LOOPS * 2 / EXPERTS
-        assert metrics[f"expert_load_max/{index + 1}"] == pytest.approx(max(counts) / even)
-        assert metrics[f"expert_load_min/{index + 1}"] == pytest.approx(min(counts) / even)
+
+
+def test_the_load_of_the_experts_is_kept_for_each_loop() -> None:
+    model, ids = lively_spider(), packed_rows()
+    load = loss_of(model, ids).sums["expert_load"]
+    assert load.shape == (LOOPS, LAYERS, EXPERTS)
+    context = StepContext(num_targets=100, max_boundary_rate=0.7, num_loops=1)
+    of_one_loop = SPIDER.loss(model, Batch(ids, next_ids(ids)), context).sums["expert_load"]
+    assert torch.equal(load[:1], of_one_loop) and not torch.equal(load[0], load[-1])
 
 
 def gradient_norms(model: nn.Module, ids: Tensor) -> tuple[list[float], dict[str, float]]:
-    """Of the state after each loop: by autograd's own record, and as metrics have them after the backward."""
-    states = record(model, ["core.injection"])["core.injection"]
-    squares = [0.0] * LOOPS
+    """Of the segments' state after each loop: by autograd's own record, and as metrics have them after the backward."""
+    outputs = record(model, ["core.injection", ""])
+    states = outputs["core.injection"]
+    squares, elsewhere = [0.0] * LOOPS, 0.0
     totals: dict[str, Tensor] = {}
     for row in ids.split(1):
         states.clear()
@@ -84,7 +93,11 @@ def gradient_norms(model: nn.Module, ids: Tensor) -> tuple[list[float], dict[str
         terms.total.backward()
         add_sums(totals, terms.sums)
         for t, state in enumerate(states):
-            squares[t] += float(state.grad.double().square().sum()) if state.grad is not None else 0.0
+            if state.grad is not None:
+                filled = outputs[""][-1].filled
+                squares[t] += float(state.grad[filled].double().square().sum())
+                elsewhere += float(state.grad[~filled].double().square().sum())
+    assert elsewhere > 0.0, "the null slot has a gradient, but is no segment"
     return [math.sqrt(square) for square in squares], SPIDER.metrics(totals)
 
 

@@ -100,9 +100,9 @@ def test_a_fault_is_named(fault: Callable[[Spider], None], config: dict[str, Any
 
 def test_warnings_have_the_numbers() -> None:
     monitor, warnings = monitor_of(min_boundary_rate=0.1)
-    load = {"expert_load": torch.tensor([[10.0, 10.0], [20.0, 0.0]])}
+    load = {"expert_load": torch.tensor([[[2.0, 10.0], [20.0, 0.0]], [[8.0, 0.0], [0.0, 0.0]]])}
     values = {"hidden_norm/1": 2.0, "hidden_norm/2": 30.0, "routing_entropy/1": 0.5, "routing_entropy/2": 0.125}
-    monitor.observe(3, {**values, "boundary_rate": 0.05}, load)
+    monitor.observe(3, {**values, "boundary_rate": 0.05, "boundary_dropped_share": 0.25}, load)
     assert warnings == [
         "monitor: step 3: drift: the hidden norm grows from 2 after loop 1 to 30 after loop 2, more than "
         "monitor.drift_ratio = 10 times",
@@ -112,7 +112,24 @@ def test_warnings_have_the_numbers() -> None:
         "logged steps: layer 2 expert 2; the lowest had 0.0000",
         "monitor: step 3: boundary rate: 0.0500 of the bytes close a segment, outside monitor.min_boundary_rate = 0.1 "
         ".. monitor.max_boundary_rate = 0.8",
+        "monitor: step 3: dropped boundaries: 0.2500 of the boundaries found no slot, above "
+        "monitor.max_boundary_dropped = 0.05: the rate is at the phase's max_boundary_rate",
     ]
+
+
+def test_a_rate_at_the_slots_is_seen_by_what_is_dropped() -> None:
+    """With the default bounds: the rate is counted after dropping, and looks well."""
+    model = SPIDER.build(spider_config(), seed=0).train()
+    ids = packed_rows()
+    with torch.no_grad():
+        have_boundaries(model)
+        context = StepContext(num_targets=100, max_boundary_rate=0.4)
+        sums = SPIDER.loss(model, Batch(ids, next_ids(ids)), context).sums
+    values = SPIDER.metrics(sums)
+    assert MonitorConfig().min_boundary_rate < values["boundary_rate"] < MonitorConfig().max_boundary_rate
+    warnings: list[str] = []
+    RecurrentMonitor(MonitorConfig(), {}, warnings.append).observe(7, values, sums)
+    assert [warning.split(": ")[2] for warning in warnings] == ["dropped boundaries"]
 
 
 def test_a_warning_comes_again_only_after_a_while() -> None:
@@ -124,7 +141,7 @@ def test_a_warning_comes_again_only_after_a_while() -> None:
 
 def test_experts_are_judged_over_the_window() -> None:
     monitor, warnings = monitor_of(expert_window=3)
-    seldom, never = torch.tensor([[9.0, 1.0, 0.0]]), torch.tensor([[9.0, 0.0, 0.0]])
+    seldom, never = torch.tensor([[[9.0, 1.0, 0.0]]]), torch.tensor([[[9.0, 0.0, 0.0]]])
     for step, load in enumerate((never, seldom, never), 1):
         assert warnings == []
         monitor.observe(step, {}, {"expert_load": load})
@@ -151,7 +168,7 @@ def test_the_state_goes_on_where_it_was() -> None:
     actual: list[str] = []
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 40):
-        load = {"expert_load": torch.tensor([[9.0, 9.0, 0.0, 0.1]])}
+        load = {"expert_load": torch.tensor([[[9.0, 9.0, 0.0, 0.1]]])}
         loss = 9.0 if step == 35 else float(torch.rand((), generator=generator))
         part, warnings = monitor_of(state, expert_window=4, repeat_steps=5)
         for monitor in (whole, part):
@@ -165,7 +182,7 @@ def test_the_state_goes_on_where_it_was() -> None:
 
 def test_switched_off_it_is_silent() -> None:
     monitor, warnings = monitor_of(enable=False)
-    monitor.observe(1, {"boundary_rate": 0.9}, {"expert_load": torch.tensor([[9.0, 0.0]])})
+    monitor.observe(1, {"boundary_rate": 0.9}, {"expert_load": torch.tensor([[[9.0, 0.0]]])})
     for step in range(1, 50):
         monitor.observe_loss(step, float(step == 40))
     assert warnings == []
@@ -174,7 +191,7 @@ def test_switched_off_it_is_silent() -> None:
 def test_numbers_that_are_not_finite_leave_no_trace() -> None:
     state: dict[str, Any] = {}
     monitor, warnings = monitor_of(state, expert_window=2)
-    monitor.observe(1, {"boundary_rate": float("nan")}, {"expert_load": torch.tensor([[torch.nan, 1.0]])})
+    monitor.observe(1, {"boundary_rate": float("nan")}, {"expert_load": torch.tensor([[[torch.nan, 1.0]]])})
     assert warnings == [] and state["load_steps"] == 0
 
 
@@ -184,6 +201,7 @@ def test_numbers_that_are_not_finite_leave_no_trace() -> None:
         ("drift_ratio", 1.0),
         ("min_routing_entropy", 1.5),
         ("min_boundary_rate", 0.9),
+        ("max_boundary_dropped", 5.0),
         ("spike_deviations", 0.0),
         ("spike_window", 5),
         ("sample_freq", -1),
@@ -203,14 +221,14 @@ def test_text_shows_its_segments() -> None:
 
 
 def test_the_map_is_a_square_an_expert() -> None:
-    picture = expert_map(np.array([[1.0, 1.0, 1.0], [6.0, 0.0, 0.0]]))
+    picture = expert_map(np.array([[[1.0, 0.0, 1.0], [6.0, 0.0, 0.0]], [[0.0, 1.0, 0.0], [3.0, 0.0, 0.0]]]))
     assert picture.shape == (2 * CELL_PIXELS, 3 * CELL_PIXELS) and picture.dtype == np.uint8
     assert picture[::CELL_PIXELS, ::CELL_PIXELS].tolist() == [[128, 128, 128], [255, 0, 0]]
 
 
 def test_tensorboard_has_text_and_picture(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "metrics.jsonl", total_steps=5, tensorboard_folder=tmp_path / "tb")
-    logger.log_sample(3, "    a|b|", expert_map(np.array([[1.0, 0.0]])))
+    logger.log_sample(3, "    a|b|", expert_map(np.array([[[1.0, 0.0]]])))
     logger.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     (text,) = events.Tensors("samples/segments/text_summary")

@@ -123,6 +123,30 @@ def test_a_gradient_that_is_not_finite_counts_as_a_hit() -> None:
     assert table.isfinite().sum() == ROWS * DIM - 1
 
 
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_skipped_step_is_as_if_it_had_not_been(decays: bool) -> None:
+    config = OptimizerConfig(lr=0.01, weight_decay=0.3)
+    table, optimizer = table_and_optimizer(config, decays=decays)
+    other, without = table_and_optimizer(config, decays=decays)
+    no, yes = torch.tensor(False), torch.tensor(True)
+    for step in range(8):
+        skipped = step in (0, 3, 4)
+        gradient, _ = sparse_gradient(step)
+        table.grad = torch.full_like(table, (math.nan, math.inf)[step % 2]) if skipped else gradient.clone()
+        optimizer.step(step, yes if skipped else no)
+        if not skipped:
+            other.grad = gradient
+            without.step(step)
+        assert torch.equal(table, other)
+        for name, value in without.state_tensors().items():
+            assert torch.equal(value, optimizer.state_tensors()[name]), name
+    assert without.state_tensors()["table.step"] == 5
+    table.grad = other.grad = gradient
+    optimizer.step(8)
+    without.step(8)
+    assert torch.equal(table, other)
+
+
 def test_groups_of_anything_but_matrices_are_refused() -> None:
     group = ParamGroup("tables", {"table": nn.Parameter(torch.zeros(3))}, lazy_rows=True)
     with pytest.raises(ValueError, match=r"lazy_rows holds matrices that are sharded by rows; \[3\], \(\) is none"):

@@ -128,6 +128,21 @@ def test_nvfp4_is_refused_here(world: World, caplog: pytest.LogCaptureFixture) -
     assert all(f"{mode}: it needs" in warning.getMessage() for mode in ("nvfp4", "mxfp8", "fp8_dynamic"))
 
 
+def test_auto_says_what_it_takes_and_why_not_the_better_ones(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("spider_titan"), "propagate", True)
+    monkeypatch.setattr(capability, "probe", lambda mesh: A100)
+    with caplog.at_level(logging.INFO, logger="spider_titan"):
+        resolve(PrecisionConfig(mode="auto"), world.mesh)
+    assert caplog.messages == [
+        "precision: auto takes bf16 on A100",
+        "precision: not nvfp4: it needs compute capability 10.0 or more, and A100 has 8.0",
+        "precision: not mxfp8: it needs compute capability 10.0 or more, and A100 has 8.0",
+        "precision: not fp8_dynamic: it needs compute capability 8.9 or more, and A100 has 8.0",
+    ]
+
+
 def test_the_context_of_a_run_has_the_mode_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = get_model_spec("byte_transformer")
     for device in (B200, L40, A100, PLAIN_CPU):

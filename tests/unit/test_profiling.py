@@ -10,6 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,21 @@ def test_steps_of_a_trace(tmp_path: Path) -> None:
     config = ProfilingConfig(
         enable_profiling=True, profile_freq=4, profiler_active=2, profiler_warmup=1, save_traces_folder="t"
     )
+    step, pauses = 0, []
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        before = set(files_in(tmp_path))
+        yield
+        pauses.append((step, set(files_in(tmp_path)) - before))
+
     with Profiler(config, tmp_path, rank=3, device=CPU) as profiler:
         for step in range(5, 13):
             for _ in range(step):
                 torch.ones(()).exp_()
-            profiler.step(step)
+            profiler.step(step, paused)
+    # A pause waits for the device.
+    assert pauses == [(8, {"t/step-8/rank-3.json.gz"}), (12, {"t/step-12/rank-3.json.gz"})]
     assert files_in(tmp_path) == ["t/step-12/rank-3.json.gz", "t/step-8/rank-3.json.gz"]
     with gzip.open(tmp_path / "t/step-8/rank-3.json.gz", "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]

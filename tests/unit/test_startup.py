@@ -29,7 +29,6 @@ def peak(monkeypatch: pytest.MonkeyPatch, name: str, **precision: Any) -> float 
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA H100 PCIe", "fp8_dynamic", 2 * 756),
         ("NVIDIA H200", "fp8_dynamic", 2 * 989),
-        ("NVIDIA H200", "fp32", 989),
         ("NVIDIA B200", "mxfp8", 4500),
         ("NVIDIA B200", "nvfp4", 9000),
     ],
@@ -44,6 +43,13 @@ def test_emulated_products_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak(monkeypatch, "NVIDIA H200", mode="fp8_dynamic", emulate=True) == pytest.approx(989e12 * RANKS)
 
 
+def test_fp32_is_not_held_against_the_peak_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak(monkeypatch, "NVIDIA H200", mode="fp32") is None
+
+
 def test_the_peak_of_an_unknown_device_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak(monkeypatch, "NVIDIA T4") is None
-    assert peak_flops(PrecisionConfig(), cast(World, SimpleNamespace(device=torch.device("cpu"), size=RANKS))) is None
+    assert peak(monkeypatch, "NVIDIA T4", mode="bf16") is None
+    assert (
+        peak_flops(PrecisionConfig(mode="bf16"), cast(World, SimpleNamespace(device=torch.device("cpu"), size=RANKS)))
+        is None
+    )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from spider_titan import trainer as trainer_module
 from spider_titan.config import load_config, to_toml
 from spider_titan.distributed import CommConfig, ParallelismConfig, World, join_world
+from spider_titan.metrics import RateMeter
 from spider_titan.models.spider.loops import draw_loops
 from spider_titan.optim import GroupedAdamW, LRSchedulerConfig, OptimizerConfig
-from spider_titan.spec import Batch, StepContext, get_model_spec
+from spider_titan.spec import Batch, LossTerms, StepContext, get_model_spec
 from spider_titan.trainer import Trainer
 
 from .reference.tiny import BYTE_TRANSFORMER_TOML, SPIDER_TOML
@@ -256,3 +262,112 @@ def test_every_step_runs_the_loops_drawn_for_it(world: World, tmp_path: Path) ->
     drawn = [draw_loops(trainer.model_config, 5, step) for step in range(8)]
     assert [counts.count(step) for step in range(8)] == drawn
     assert len(set(drawn)) > 1
+
+
+def test_every_parameter_group_has_a_line_at_the_start(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("spider_titan"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="spider_titan"):
+        make_trainer(world, tmp_path, "--model.boundary_lr_factor", "0.1")
+    lines = {line.split()[1]: " ".join(line.split()) for line in caplog.messages if line.startswith("group: ")}
+    shapes: dict[str, list[int]] = {}
+    for name, parameter in get_model_spec("spider").build(make_config(tmp_path), device="meta").named_parameters():
+        if name.startswith("boundary_predictor."):
+            group = "boundary_predictor" if parameter.ndim > 1 else "boundary_predictor_no_decay"
+        elif name.endswith(("W_gate", "W_transform")):
+            group = "expert_cores"
+        else:
+            group = "engram_tables" if "embed" in name and name.startswith("engram") else "backbone"
+        shapes.setdefault(group, []).append(parameter.numel())
+    for name in ("backbone", "backbone_no_decay"):
+        assert (" no decay" in lines[name]) is (name == "backbone_no_decay")
+    endings = {
+        "engram_tables": "lr x5 no decay rows move when hit",
+        "boundary_predictor": "lr x0.1 decays starts after warm-up",
+        "boundary_predictor_no_decay": "lr x0.1 no decay starts after warm-up",
+        "expert_cores": "lr x1 decays own clip 0.5",
+    }
+    for name, ending in endings.items():
+        sizes = shapes[name]
+        assert lines[name] == f"group: {name} {len(sizes)} tensors {sum(sizes):,} parameters {ending}"
+    backbone = [lines[name].split() for name in ("backbone", "backbone_no_decay")]
+    assert sum(int(words[2]) for words in backbone) == len(shapes["backbone"])
+    assert sum(int(words[4].replace(",", "")) for words in backbone) == sum(shapes["backbone"])
+    assert lines.keys() == {*endings, "backbone", "backbone_no_decay"}
+
+
+@pytest.mark.parametrize("log_freq", [1, 3])
+def test_mfu_is_flops_over_the_seconds_at_the_peak(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_freq: int
+) -> None:
+    """Steps of 2 s, of drawn loops, and validations of many more, which do not count."""
+    now = 0.0
+
+    def pass_time(model: nn.Module, args: Any) -> None:
+        nonlocal now
+        now += 2.0 if model.training else 100.0
+
+    monkeypatch.setattr(trainer_module, "RateMeter", partial(RateMeter, lambda: now))
+    options = ("--model.sample_loops", "poisson", "--model.num_loops", "3", "--training.seed", "5")
+    trainer = make_trainer(world, tmp_path, *options, "--metrics.log_freq", str(log_freq))
+    trainer.model.register_forward_pre_hook(pass_time)
+    config, num_bytes = trainer.model_config, 4 * 64
+    flops = [trainer.spec.training_flops(config, 64, draw_loops(config, 5, step)) * num_bytes for step in range(8)]
+    assert len(set(flops)) > 2
+    trainer.peak_flops = max(flops[1:]) / 2.0
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line["mfu"] for line in lines if "loss" in line}
+    assert logged.pop(1) is None, "the first step is never timed"
+    begin = 1
+    for step, mfu in logged.items():
+        done = sum(flops[begin:step])
+        assert mfu == pytest.approx(done / ((step - begin) * 2.0 * trainer.peak_flops)), step
+        assert mfu <= 1.0 + 1e-9
+        begin = step
+    assert begin == 8 and (log_freq > 1 or max(logged.values()) == pytest.approx(1.0))
+
+
+def test_tensorboard_has_every_step_once_after_a_crash(world: World, tmp_path: Path) -> None:
+    saves = ("--checkpoint.enable", "--checkpoint.interval", "3")
+    options = (*saves, "--metrics.enable_tensorboard", "--validation.no-enable")
+    first = make_trainer(world, tmp_path, *options)
+    real = first.spec.loss
+
+    def fail(model: Any, batch: Batch, context: StepContext) -> LossTerms:
+        if first.progress.step == 5:
+            raise RuntimeError("crash")
+        return real(model, batch, context)
+
+    first.spec = dataclasses.replace(first.spec, loss=fail)
+    with pytest.raises(RuntimeError, match="crash"):
+        first.train()
+    assert first.metrics is not None and first.metrics._tensorboard is not None and first.run_directory is not None
+    first.metrics._tensorboard._writer.flush()
+    assert logged_points(tmp_path) == [1, 2, 3, 4, 5], "steps 4 and 5 are to come again"
+    first.run_directory.close()
+    second = make_trainer(world, tmp_path, *options)
+    assert second.progress.step == 3
+    second.train()
+    assert logged_points(tmp_path) == list(range(1, 9))
+
+
+def logged_points(folder: Path) -> list[int]:
+    """Steps of the loss's curve, over all event files of the run."""
+    return [point.step for point in EventAccumulator(str(folder / "run" / "tb")).Reload().Scalars("loss/total")]
+
+
+def test_a_spike_of_the_loss_is_warned_about(world: World, tmp_path: Path) -> None:
+    trainer = make_trainer(world, tmp_path, "--training.steps", "24", "--metrics.log_freq", "100")
+    real = trainer.spec.loss
+
+    def spike(model: Any, batch: Batch, context: StepContext) -> LossTerms:
+        terms = real(model, batch, context)
+        return LossTerms(terms.total * (5.0 if trainer.progress.step == 21 else 1.0), terms.sums)
+
+    trainer.spec = dataclasses.replace(trainer.spec, loss=spike)
+    trainer.train()
+    log = (tmp_path / "run" / "logs" / "train.log").read_text().splitlines()
+    (line,) = [line for line in log if "loss spike" in line]
+    assert "WARNING" in line and "monitor: step 22: loss spike: the loss is " in line

@@ -6,6 +6,7 @@ Letters: L positions, R rotary dims (even).
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,14 @@ def yarn_softmax_factor(factor: float) -> float:
 def rotary_table(length: int, frequencies: Tensor, device: torch.device) -> Rotary:
     """Tables for positions 0 .. length - 1. Angles are computed in float64: at 2**18 fp32 is off by 0.01 rad."""
     positions = torch.arange(length, dtype=torch.float64, device=device)
-    angles = positions[:, None] * frequencies.to(device)
+    angles = positions[:, None] * _on_device(frequencies, device)
     return Rotary(angles.cos().float(), angles.sin().float())
+
+
+@lru_cache(maxsize=32)
+def _on_device(frequencies: Tensor, device: torch.device) -> Tensor:
+    """A copy that is made once: at every forward it would wait for the device."""
+    return frequencies.to(device)
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:

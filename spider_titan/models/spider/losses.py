@@ -122,8 +122,9 @@ def binomial_nll(count_B: Tensor, bytes_B: Tensor, prior: float) -> Tensor:
     """
     n, k = bytes_B.double(), count_B.double()
     log_choose = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    log_prior = torch.tensor([prior, 1.0 - prior], dtype=torch.float64, device=n.device).log()
-    nll = -(log_choose + k * log_prior[0] + (n - k) * log_prior[1])
+    # Filled on the device: numbers that are copied there would wait for it.
+    log_prior, log_rest = n.new_full((), prior).log(), n.new_full((), 1.0 - prior).log()
+    nll = -(log_choose + k * log_prior + (n - k) * log_rest)
     return (nll / n.clamp_min(1)).float()
 
 
@@ -154,7 +155,7 @@ def statistics(out: SpiderOutput, batch: Batch, config: SpiderConfig) -> dict[st
         "loops": (out.ponder * out.filled).sum(),
         "quantile": (quantile * weight).sum(),
         "quantile_weight": weight.sum(),
-        "expert_load": out.router.load_BE.sum(1).unflatten(0, (-1, layers)).sum(0),
+        "expert_load": out.router.load_BE.sum(1).unflatten(0, (-1, layers)),
         "expert_probs": out.router.probs_BE.detach().sum(1).unflatten(0, (-1, layers)),
         "hidden_norm": out.loops.hidden_norm_T,
         "halting": out.loops.halting_T,
@@ -175,6 +176,7 @@ def spider_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
         ("router_aux", "router_aux_loss"),
         ("router_z", "router_z_loss"),
         ("boundary", "boundary_loss"),
+        ("ponder", "ponder_loss"),
     ):
         if name in totals:
             metrics[label] = ratio(name, "num_targets")
@@ -224,14 +226,14 @@ def entropy_share(probs: Tensor) -> Tensor:
 
 
 def expert_metrics(load: Tensor) -> dict[str, float]:
-    """Highest and lowest load of an expert in each layer, counted from 1; 1 is an even load.
+    """Highest and lowest load of an expert of any layer in each loop, counted from 1; 1 is an even load.
 
     Args:
-        load: Assignments, [layers, E].
+        load: Assignments, [loops, layers, E].
     """
     relative = load / load.mean(-1, keepdim=True).clamp_min(torch.finfo(load.dtype).tiny)
-    extremes = {"expert_load_max": relative.amax(-1), "expert_load_min": relative.amin(-1)}
-    return {f"{name}/{layer}": value for name, of in extremes.items() for layer, value in enumerate(of.tolist(), 1)}
+    extremes = {"expert_load_max": relative.amax((1, 2)), "expert_load_min": relative.amin((1, 2))}
+    return {f"{name}/{t}": value for name, of in extremes.items() for t, value in enumerate(of.tolist(), 1)}
 
 
 @torch.no_grad()
@@ -246,5 +248,5 @@ def spider_after_step(model: Spider, totals: Mapping[str, Tensor], context: Step
         weight = totals["quantile_weight"]
         predictor.follow_quantile((totals["quantile"] / weight).where(weight > 0, -predictor.bias.double()))
     if model.config.router_bias_rate > 0:
-        for router, load_E in zip(model.core.routers(), totals["expert_load"], strict=True):
+        for router, load_E in zip(model.core.routers(), totals["expert_load"].sum(0), strict=True):
             router.balance(load_E, model.config.router_bias_rate)

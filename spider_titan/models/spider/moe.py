@@ -132,5 +132,5 @@ def dispatch(experts_A: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
     slot_A = torch.empty_like(order).scatter(0, order, within_sorted + shift_E[experts_A[order]])
     align = GROUP_ALIGNMENT
     num_rows = (experts_A.numel() + num_experts * (align - 1) + align - 1) // align * align
-    ends_E = torch.cat((ends_E[:-1], ends_E.new_tensor([num_rows])))
+    ends_E = torch.cat((ends_E[:-1], ends_E.new_full((1,), num_rows)))
     return slot_A, ends_E.int(), num_rows

@@ -34,8 +34,8 @@ class LoopSums(NamedTuple):
         hidden_norm_T: fp32, Euclidean norm of the state after each loop.
         halting_T: fp32, halting weight of each loop.
         engram_norm_TG: fp32, Euclidean norm of what each of the G layers with a memory adds.
-        grad_squares_T: float64, squares of the gradient of the state after each loop, over all slots. Zero until the
-            backward, which fills it in.
+        grad_squares_T: float64, squares of the gradient of the state after each loop. Zero until the backward, which
+            fills it in.
     """
 
     hidden_norm_T: Tensor
@@ -156,7 +156,8 @@ class RecurrentCore(nn.Module):
         first_with_gradient = max(0, num_loops - self.backprop_loops) if self.backprop_loops else 0
         for t in range(num_loops):
             with torch.set_grad_enabled(torch.is_grad_enabled() and t >= first_with_gradient):
-                loop = torch.tensor(min(t, self.num_loops - 1), device=z_BSD.device)
+                # Filled on the device: a number that is copied there would wait for it.
+                loop = torch.full((), min(t, self.num_loops - 1), dtype=torch.int64, device=z_BSD.device)
                 y_BSD = self.input_norm(h_BSD + z_BSD + self.loop_embedding(loop))
                 for index, layer in enumerate(self.layers):
                     if str(index) in self.engram_gates:
@@ -168,7 +169,7 @@ class RecurrentCore(nn.Module):
                 y_BSD = y_BSD + self.adapter(y_BSD, loop)
                 h_BSD = self.injection(h_BSD, z_BSD, y_BSD)
                 if h_BSD.requires_grad:
-                    h_BSD.register_hook(partial(keep_square, grad_squares_T[t]))
+                    h_BSD.register_hook(partial(keep_square, grad_squares_T[t], filled_BS))
                 states.append(h_BSD)
                 norms.append(sum_of_norms(h_BSD, filled_BS))
                 probs.append(self.halting_probability(h_BSD))
@@ -196,9 +197,10 @@ def sum_of_norms(x_BSD: Tensor, filled_BS: Tensor) -> Tensor:
     return (torch.linalg.vector_norm(x_BSD.detach(), dim=-1, dtype=torch.float32) * filled_BS).sum()
 
 
-def keep_square(place: Tensor, grad: Tensor) -> None:
-    """Writes the sum of the gradient's squares into ``place``, a scalar."""
-    place.copy_(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
+def keep_square(place: Tensor, filled_BS: Tensor, grad_BSD: Tensor) -> None:
+    """Writes the sum of the gradient's squares over filled slots into ``place``, a scalar."""
+    norms_BS = torch.linalg.vector_norm(grad_BSD, dim=-1, dtype=torch.float32)
+    place.copy_((norms_BS.square() * filled_BS).sum())
 
 
 def act_weights(probs_TBS: Tensor, epsilon: float) -> Tensor:

@@ -54,7 +54,7 @@ def segment_layout(boundaries: Tensor, documents: Tensor, num_slots: int, *, doc
     slots = torch.arange(num_slots, device=boundaries.device)
     filled = (slots > 0) & (slots <= count[:, -1:])
     slot_document = documents.gather(1, closing).masked_fill(~filled, UNUSED_DOCUMENT)
-    slot_document[:, 0] = NULL_DOCUMENT
+    slot_document[:, 0].fill_(NULL_DOCUMENT)
 
     own_slot = count + (~boundaries).long()
     in_tail = own_slot > count[:, -1:]
